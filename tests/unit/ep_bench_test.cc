@@ -149,11 +149,14 @@ TEST_CASE("ep_bench options: GPUs where the build has CUDA") {
   CHECK(options.graph);
   CHECK(options.floor);
   CHECK_FALSE(options.native);
-  CHECK(options_of({"--transport", "nccl", "--graph", "--native"}).native);
-  CHECK(contains(refusal_of([] {
-                   options_of({"--transport", "nccl", "--native", "--layout", "rank-major"});
-                 }),
-                 "--native is given and --layout is 'rank-major'; the native way is expert-major"));
+  if (built_with_moe()) {
+    CHECK(options_of({"--transport", "nccl", "--graph", "--native"}).native);
+    CHECK(contains(refusal_of([] {
+                     options_of({"--transport", "nccl", "--native", "--layout", "rank-major"});
+                   }),
+                   "--native is given and --layout is 'rank-major'; the native way is expert-major"));
+  } else
+    CHECK(contains(refusal_of([] { options_of({"--transport", "nccl", "--native"}); }), "built without libepx_moe"));
   CHECK(options.fixed_rail_tokens == 0);
   CHECK(options_of({"--transport", "nccl", "--tokens", "7", "--fixed-rail-tokens", "7"}).fixed_rail_tokens == 7);
   CHECK(contains(refusal_of([] {

@@ -37,7 +37,7 @@ double block_need(const Options& options, const epx_memory_plan& plan, int num_r
       4 * tokens * row + 2 * logits + 2 * params; // BlockData: gradients are as large as what they are of
   const double arena = arena_rows * (4 * row + pre_act + 2 * sizeof(float)) + logits + routes * 3 * sizeof(float) +
                        static_cast<double>(plan.handle_mem_bytes);
-  const double native = routes * (3 * row + 4 * sizeof(float)) + native_rows * (4 * row + pre_act + 2 * sizeof(int32_t));
+  const double native = routes * (2 * row + 4 * sizeof(float)) + native_rows * (4 * row + pre_act + 2 * sizeof(int32_t));
   return tensors + arena + native;
 }
 

@@ -41,6 +41,8 @@ void check_shape(const Options& options) {
 void check_transport(const Options& options) {
   if (options.transport == EPX_TRANSPORT_NCCL) {
     if (!built_with_cuda()) throw UsageError("--transport is 'nccl', but this ep_bench was built without CUDA; use host");
+    if (options.native && !built_with_moe())
+      throw UsageError("--native is given, but this ep_bench was built without libepx_moe");
     return;
   }
   for (const auto& [option, is_given] :

@@ -46,15 +46,15 @@ inline constexpr const char* kFooter = R"(Figures
                  host, which is in their times
   ratio          --floor: median time / speed-of-light bound
   native/epx     --native, a table of its own: median time of the native call / median time of the line that it is compared
-                 with, in the same run, with the same input sets, iterations, barrier and events. The native dispatch sends
-                 each expert's count of routes to its rank by ncclSend and ncclRecv, copies the counts to the host, which
-                 waits for them once, packs one row per route by expert, sends them in one group of ncclSend and ncclRecv
-                 between all ranks, the own one too, and permutes what arrives into expert-major order. It is compared with
-                 dispatch, and with prepare_dispatch, which begins with the counts too. dispatch-nocounts is the same without
-                 the exchange of counts. The native combine goes the way back, and sums each token's rows in fp32 with their
-                 weights. The communicator has NCCL's defaults. In favour of the native way, its routes are sorted beforehand,
-                 weights do not travel, and calls that do not wait on the host are enqueued while the stream is blocked. It is
-                 never replayed from a graph, and has no backward. --verify compares it with the serial reference
+                 with, in the same run, with the same input sets, iterations, barrier and events. The native dispatch sorts
+                 its routes by expert, gathers all ranks' counts by ncclAllGather, copies them to the host, which waits for
+                 them once, packs one row per route, sends the rows in one group of ncclSend and ncclRecv between all ranks,
+                 the own one too, and permutes what arrives into expert-major order. It is compared with dispatch, and with
+                 prepare_dispatch, which begins with the counts too. dispatch-nocounts has the rows alone. The native combine
+                 goes the way back, and sums each token's rows in fp32 with their weights. Sorts and permutations are those
+                 of libepx_moe, and the communicator has NCCL's defaults. In favour of the native way, weights do not travel,
+                 and calls that do not wait on the host are enqueued while the stream is blocked. It is never replayed from a
+                 graph. --verify compares it with the serial reference. --block has the same rows in a whole layer
   wrong          elements that differ from the serial reference, all ranks together (--verify)
   With --block the router selects the routing, the same for the exchange, its floor and the block, and a second table has
   the whole block of libepx_moe, the pieces of it that are no exchange, and beside it on nccl the same layer on collectives

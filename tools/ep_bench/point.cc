@@ -116,7 +116,9 @@ GpuFigures bench_on_gpu(MeasuredGroup& measured, std::span<const InputSet> sets,
                  : measure_rail_floors(routing, group.ranks_per_node, options, peers, gpu, blocker);
   }
   std::optional<NativeMeasurements> native;
+#if defined(EPX_BENCH_HAS_MOE)
   if (options.native) native = measure_native(measured, sets, workload, options, peers, gpu, blocker);
+#endif
   blocker.release(peers);
   GpuFigures result{
       compute_figures(measurements.lines, floors, survey, sampler.counted(options)), {}, measurements.environment};

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cmath>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,9 +22,10 @@
 #include "tools/ep_bench/errors.h"
 #if defined(EPX_WITH_CUDA)
 #include "tools/ep_bench/block/dense_bound.h"
-#include "tools/ep_bench/block/nccl_exchange.h"
+#include "tools/ep_bench/gpu/communicator.h"
 #include "tools/ep_bench/gpu/measure_gpu.h"
 #include "tools/ep_bench/gpu/stream_blocker.h"
+#include "tools/ep_bench/native/gpu_all_to_all.h"
 #endif
 
 namespace epx::bench {
@@ -35,25 +37,24 @@ constexpr double kFp32Limit = 1e-4, kBf16Limit = 4e-2;
 
 using Layers = std::vector<std::unique_ptr<BlockLayer>>;
 
-std::unique_ptr<RowExchange> make_row_exchange([[maybe_unused]] const Options& options, const Peers& peers,
-                                               [[maybe_unused]] Memory& memory, [[maybe_unused]] int64_t max_rows) {
+std::unique_ptr<AllToAll> make_all_to_all([[maybe_unused]] const Options& options, const Peers& peers,
+                                          [[maybe_unused]] Memory& memory, [[maybe_unused]] int64_t max_rows) {
 #if defined(EPX_WITH_CUDA)
-  if (!memory.is_host())
-    return std::make_unique<NcclRowExchange>(peers, dynamic_cast<Gpu&>(memory), options.experts, max_rows);
+  if (!memory.is_host()) return std::make_unique<GpuAllToAll>(peers, dynamic_cast<Gpu&>(memory), options.experts, max_rows);
 #endif
-  return std::make_unique<BootstrapRowExchange>(peers);
+  return std::make_unique<BootstrapAllToAll>(peers);
 }
 
 // The block is first, the native layer second.
 Layers make_layers(MeasuredGroup& measured, const Options& options, const Peers& peers, const BlockData& data,
                    Memory& memory) {
   const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
-  std::unique_ptr<RowExchange> row_exchange = make_row_exchange(options, peers, memory, measured.rows());
+  std::unique_ptr<AllToAll> all_to_all = make_all_to_all(options, peers, memory, measured.rows());
   Layers layers(2);
   peers.together([&] { layers[0] = std::make_unique<EpxLayer>(measured.group(), options, data, memory); });
   peers.together([&] {
     layers[1] = std::make_unique<NativeLayer>(options, peers.rank(), first_experts, measured.rows(), data, memory,
-                                              std::move(row_exchange));
+                                              std::move(all_to_all));
   });
   return layers;
 }
@@ -191,6 +192,18 @@ std::vector<BlockFigures> measure_on_host(BlockLayer& block, const Options& opti
 }
 
 #if defined(EPX_WITH_CUDA)
+
+std::string cuda_version(int number) {
+  return fmt::format("{}.{}", number / 1000, number % 1000 / 10);
+}
+
+// Returns the versions of CUDA's runtime, its driver and NCCL as this process has loaded them, by name. Throws RuntimeError.
+std::map<std::string, std::string> loaded_libraries() {
+  int runtime = 0, driver = 0;
+  check_cuda(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+  check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+  return {{"CUDA runtime", cuda_version(runtime)}, {"CUDA driver", cuda_version(driver)}, {"NCCL", nccl_version()}};
+}
 
 // Sums up the wire bounds of the operations from `first` to `last` of the exchange's lines.
 std::optional<double> wire_us(const Figures& exchange_figures, std::initializer_list<epx_operation> operations) {

@@ -5,7 +5,7 @@
 #include "epx/epx.hpp"
 #include "tools/ep_bench/block/data.h"
 #include "tools/ep_bench/block/layer.h"
-#include "tools/ep_bench/block/moe_calls.h"
+#include "tools/ep_bench/moe_calls.h"
 
 namespace epx::bench {
 

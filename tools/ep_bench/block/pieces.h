@@ -3,8 +3,8 @@
 #pragma once
 
 #include "tools/ep_bench/block/data.h"
-#include "tools/ep_bench/block/moe_calls.h"
 #include "tools/ep_bench/measured_group.h"
+#include "tools/ep_bench/moe_calls.h"
 
 namespace epx::bench {
 

@@ -28,17 +28,20 @@ class Communicator {
 public:
   virtual ~Communicator() = default;
 
-  // Both enqueue on the stream, all ranks in the same order, and throw RuntimeError.
+  // Each enqueues on the stream, all ranks in the same order, and throw RuntimeError.
 
   // Makes all transfers at the same time; each has another peer, which may be the own rank, and which has the same sizes the
   // other way round.
   virtual void exchange(std::span<const Transfer> transfers, cudaStream_t stream) = 0;
 
+  // Gathers `bytes` bytes of each rank into `all`, by rank.
+  virtual void all_gather(const std::byte* mine, std::byte* all, int64_t bytes, cudaStream_t stream) = 0;
+
   // No rank's stream goes on before those of all ranks have come here.
   virtual void barrier(cudaStream_t stream) = 0;
 };
 
-// Returns a communicator of all ranks over NCCL, with calls ncclSend, ncclRecv and ncclAllReduce. `gpu` must outlive it.
+// Returns a communicator of all ranks over NCCL, with calls ncclSend, ncclRecv, ncclAllGather and ncclAllReduce. `gpu` must outlive it.
 // Collective. Throws AgreedError.
 std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu& gpu);
 

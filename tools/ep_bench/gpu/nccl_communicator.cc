@@ -6,10 +6,36 @@
 #include <fmt/format.h>
 #include <nccl.h>
 
-#include "tools/ep_bench/gpu/nccl_comm.h"
+#include "tools/ep_bench/errors.h"
 
 namespace epx::bench {
 namespace {
+
+// Throws RuntimeError with the call's name and NCCL's message.
+void check_nccl(ncclResult_t result, const char* call) {
+  if (result != ncclSuccess) throw RuntimeError(fmt::format("{}: {}", call, ncclGetErrorString(result)));
+}
+
+struct AbortNcclComm {
+  using pointer = ncclComm_t;
+  void operator()(ncclComm_t comm) const { ncclCommAbort(comm); } // waits for no peer
+};
+using NcclComm = std::unique_ptr<ncclComm, AbortNcclComm>;
+
+// Makes a communicator of all ranks for the calling thread's device. Collective. Throws AgreedError.
+NcclComm make_nccl_comm(const Peers& peers) {
+  ncclUniqueId id{};
+  peers.together([&] {
+    if (peers.rank() == 0) check_nccl(ncclGetUniqueId(&id), "ncclGetUniqueId");
+  });
+  id = peers.gather(id).front();
+  ncclComm_t comm = nullptr;
+  const Failure failure =
+      attempt([&] { check_nccl(ncclCommInitRank(&comm, peers.num_ranks(), id, peers.rank()), "ncclCommInitRank"); });
+  NcclComm owner(comm);
+  peers.agree(failure);
+  return owner;
+}
 
 class NcclCommunicator final : public Communicator {
 public:
@@ -28,6 +54,10 @@ public:
                    "ncclRecv");
     }
     check_nccl(ncclGroupEnd(), "ncclGroupEnd");
+  }
+
+  void all_gather(const std::byte* mine, std::byte* all, int64_t bytes, cudaStream_t stream) override {
+    check_nccl(ncclAllGather(mine, all, static_cast<size_t>(bytes), ncclInt8, comm_.get(), stream), "ncclAllGather");
   }
 
   void barrier(cudaStream_t stream) override {

@@ -3,34 +3,72 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include <fmt/format.h>
 #include <nvtx3/nvtx3.hpp>
 
 #include "tools/ep_bench/measure.h"
-#include "tools/ep_bench/native/native_exchange.h"
+#include "tools/ep_bench/native/gpu_all_to_all.h"
+#include "tools/ep_bench/native/native_rows.h"
 #include "tools/ep_bench/workload/set_verifier.h"
 
 namespace epx::bench {
 namespace {
 
-void make_call(NativeExchange& native, NativeCall call, size_t set) {
-  switch (call) {
-  case NativeCall::Dispatch:
-    return native.dispatch(set);
-  case NativeCall::DispatchRows:
-    return native.dispatch_rows(set);
-  case NativeCall::Combine:
-    return native.combine(set);
+// What the native calls read and write, of each input set in turn.
+class NativeCalls {
+public:
+  // `measured` and `sets` must outlive this. Collective. Throws AgreedError.
+  NativeCalls(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options, const Peers& peers, Gpu& gpu)
+      : options_(options) {
+    const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
+    auto all_to_all = std::make_unique<GpuAllToAll>(peers, gpu, options.experts, measured.rows());
+    peers.together([&] {
+      native_.emplace(options, peers.rank(), first_experts, measured.rows(), gpu, std::move(all_to_all));
+      for (const InputSet& set : sets)
+        inputs_.push_back(measured.tensors_of(set.by_token));
+      expert_rows_ = Buffer::plain(gpu, static_cast<size_t>(measured.rows() * row_bytes(options)));
+      out_ = Buffer::plain(gpu, static_cast<size_t>(options.tokens * row_bytes(options)));
+    });
   }
-}
+
+  // dispatch-nocounts and combine take the plan of the last dispatch, which must have been of the same set.
+  void make(NativeCall call, size_t set) {
+    const TokenTensors& inputs = inputs_[set];
+    const int64_t T = options_.tokens, K = options_.top_k, H = options_.hidden;
+    const epx_tensor tokens = epx_tensor_2d(inputs.tokens.data(), options_.dtype, T, H);
+    switch (call) {
+    case NativeCall::Dispatch:
+      return native_->dispatch(epx_tensor_2d(inputs.topk_idx.data(), EPX_INT64, T, K), tokens, expert_rows_);
+    case NativeCall::DispatchRows:
+      return native_->dispatch_rows(tokens, expert_rows_);
+    case NativeCall::Combine:
+      return native_->combine(expert_rows_, epx_tensor_2d(inputs.topk_weights.data(), EPX_FLOAT32, T, K),
+                              epx_tensor_2d(out_.data(), options_.dtype, T, H));
+    }
+  }
+
+  size_t num_sets() const { return inputs_.size(); }
+  const Buffer& expert_rows() const { return expert_rows_; } // [N, H]
+  const Buffer& out() const { return out_; }                 // [T, H]
+  void keep_workspace() { native_->keep_workspace(); }
+
+private:
+  const Options& options_;
+  std::optional<NativeRows> native_;
+  std::vector<TokenTensors> inputs_; // by set
+  Buffer expert_rows_, out_;
+};
 
 // The expert-major order has no pads, and each sum one rounding: those of the library with alignment 1 and precision exact.
 class NativeVerifier : SetVerifier {
 public:
   NativeVerifier(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers, Gpu& gpu,
-                 NativeExchange& native, size_t set)
+                 NativeCalls& native, size_t set)
       : SetVerifier(measured, workload, options, peers, static_cast<int>(set)), gpu_(gpu), native_(native), set_(set),
         plan_(reference::prepare(native_problem(), all_.routing)) {}
 
@@ -50,7 +88,7 @@ public:
     const auto wrong_after = [&](NativeCall call, const std::vector<Matrix>& expected, const Buffer& actual) {
       peers_.together([&] {
         actual.fill(kScribble);
-        make_call(native_, call, set_);
+        native_.make(call, set_);
         gpu_.finish();
       });
       return wrong_elements(expected, actual, call == NativeCall::Combine);
@@ -70,25 +108,25 @@ private:
   }
 
   Gpu& gpu_;
-  NativeExchange& native_;
+  NativeCalls& native_;
   size_t set_;
   reference::Plan plan_;
 };
 
 class NativeRun {
 public:
-  NativeRun(NativeExchange& native, size_t num_sets, const Options& options, const Peers& peers, Gpu& gpu,
-            StreamBlocker& blocker)
-      : native_(native), num_sets_(num_sets), options_(options), peers_(peers), gpu_(gpu), blocker_(blocker) {}
+  NativeRun(NativeCalls& native, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker)
+      : native_(native), options_(options), peers_(peers), gpu_(gpu), blocker_(blocker) {}
 
   // NCCL connects two ranks in their first exchange, which may differ by set.
   void warm_up() {
     peers_.together([&] {
-      for (size_t set = 0; set < num_sets_; ++set)
+      for (size_t set = 0; set < native_.num_sets(); ++set)
         for (const NativeCall call : kNativeCalls) {
-          make_call(native_, call, set);
+          native_.make(call, set);
           gpu_.finish();
         }
+      native_.keep_workspace();
     });
   }
 
@@ -114,7 +152,7 @@ private:
     Failure failure = attempt([&] {
       const nvtx3::scoped_range range(fmt::format("native {} {}", name_of(call), iteration));
       watch_.start(gpu_.cuda_stream());
-      make_call(native_, call, static_cast<size_t>(iteration) % num_sets_);
+      native_.make(call, static_cast<size_t>(iteration) % native_.num_sets());
       watch_.stop(gpu_.cuda_stream());
     });
     if (is_blocked) blocker_.unblock();
@@ -128,8 +166,7 @@ private:
     return elapsed_ns;
   }
 
-  NativeExchange& native_;
-  size_t num_sets_;
+  NativeCalls& native_;
   const Options& options_;
   const Peers& peers_;
   Gpu& gpu_;
@@ -141,8 +178,8 @@ private:
 
 NativeMeasurements measure_native(MeasuredGroup& measured, std::span<const InputSet> sets, const Workload& workload,
                                   const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker) {
-  NativeExchange native(sets, peers.gather(measured.info().first_local_expert), measured.rows(), options, peers, gpu);
-  NativeRun run(native, sets.size(), options, peers, gpu, blocker);
+  NativeCalls native(measured, sets, options, peers, gpu);
+  NativeRun run(native, options, peers, gpu, blocker);
   run.warm_up();
   NativeMeasurements measurements;
   if (options.verify) {

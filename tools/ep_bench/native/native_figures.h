@@ -14,7 +14,7 @@
 
 namespace epx::bench {
 
-// The timed calls of native_exchange.h.
+// The timed calls of native_rows.h.
 enum class NativeCall { Dispatch, DispatchRows, Combine };
 inline constexpr std::array kNativeCalls{NativeCall::Dispatch, NativeCall::DispatchRows, NativeCall::Combine};
 const char* name_of(NativeCall call); // "dispatch-nocounts"

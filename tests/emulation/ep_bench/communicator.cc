@@ -29,6 +29,13 @@ public:
   void exchange(std::span<const Transfer> transfers, cudaStream_t stream) override {
     enqueue([this, parts = std::vector<Transfer>(transfers.begin(), transfers.end())] { run(parts); }, stream);
   }
+  void all_gather(const std::byte* mine, std::byte* all, int64_t bytes, cudaStream_t stream) override {
+    enqueue(
+        [this, mine, all, bytes] {
+          std::ranges::copy(peers_.gather(std::span<const std::byte>(mine, static_cast<size_t>(bytes))), all);
+        },
+        stream);
+  }
   void barrier(cudaStream_t stream) override {
     enqueue([this] { peers_.barrier(); }, stream);
   }

@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/emulation/device.h"
 
-#include "tools/ep_bench/native/native_kernels.cu"
+#include "tools/ep_bench/block/kernels.cu"
