@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tests prepare over nodes without rails: all ranks of a group are in this process, and the test copies between them what
-// travels by rail. The oracle has the slots and the counts; the plans of the legs follow from its slots.
+// Tests of prepare over nodes what the conformance suite on several nodes cannot see: tokens that rails have no room for, and
+// tables with anything in them. All ranks of a group are in this process, and the test copies between them what travels by
+// rail.
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -114,7 +115,7 @@ public:
         rank->group.bases[i] = reinterpret_cast<std::byte*>(rank_at(rank->shape.first_rank() + i).window.data());
   }
 
-  // Prepares with new random routing, and checks everything that prepare writes.
+  // Prepares with new random routing, and checks the outputs and the events.
   void run(Rng& rng) {
     ++prepares_;
     for (const auto& rank : ranks_)
@@ -132,9 +133,7 @@ public:
       CAPTURE(rank->shape.rank);
       CHECK(rank->progress->disagreement.is_known == 0);
       check_outputs(*rank);
-      check_home(*rank);
-      check_relay(*rank);
-      check_owner(*rank);
+      check_lists(*rank);
       check_events(*rank);
     }
   }
@@ -347,60 +346,6 @@ private:
     return routing;
   }
 
-  // A kept route, as the ranks of its node see it.
-  struct Kept {
-    int k;
-    int32_t slot;
-    int rank; // index in the node
-    bool operator==(const Kept&) const = default;
-  };
-  std::vector<Kept> kept_routes(int rank, int64_t token, int node) const {
-    const reference::RankPlan& plan = oracle_.ranks[static_cast<size_t>(rank)];
-    std::vector<Kept> kept;
-    for (int k = 0; k < case_.top_k; ++k) {
-      const auto route = static_cast<size_t>(token * case_.top_k + k);
-      if (plan.slot[route] >= 0 && plan.expert_rank[route] / case_.ranks_per_node == node)
-        kept.push_back({k, plan.slot[route], plan.expert_rank[route] % case_.ranks_per_node});
-    }
-    return kept;
-  }
-  static std::vector<int> ranks_of(const std::vector<Kept>& kept) {
-    std::vector<int> ranks;
-    ranks.reserve(kept.size());
-    for (const Kept& route : kept)
-      ranks.push_back(route.rank);
-    std::ranges::sort(ranks);
-    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-    return ranks;
-  }
-  static int ordinal_of(const std::vector<Kept>& kept, int rank) {
-    const std::vector<int> ranks = ranks_of(kept);
-    return static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
-  }
-  // The tokens of a rank that a node lists.
-  std::vector<int32_t> listed_tokens(int rank, int node) const {
-    std::vector<int32_t> tokens;
-    for (int64_t token = 0; token < oracle_.ranks[static_cast<size_t>(rank)].num_tokens; ++token)
-      if (rank / case_.ranks_per_node == node || !kept_routes(rank, token, node).empty())
-        tokens.push_back(static_cast<int32_t>(token));
-    return tokens;
-  }
-  // [T' + 1]
-  std::vector<int32_t> back_rows(int rank, int node) const {
-    std::vector<int32_t> rows;
-    int32_t sum = 0;
-    for (const int32_t token : listed_tokens(rank, node)) {
-      rows.push_back(sum);
-      const std::vector<Kept> kept = kept_routes(rank, token, node);
-      sum += static_cast<int32_t>(case_.precision == EPX_COMBINE_NODE    ? 1
-                                  : case_.precision == EPX_COMBINE_EXACT ? kept.size()
-                                                                         : ranks_of(kept).size());
-    }
-    rows.resize(static_cast<size_t>(shape().padded_tokens()) + 1, sum);
-    return rows;
-  }
-  static std::vector<int32_t> values(const int32_t* first, int64_t count) { return {first, first + count}; }
-
   // [P, E], of all routes that are not masked
   std::vector<int64_t> counts_before_drops() const {
     std::vector<int64_t> counts(static_cast<size_t>(int64_t{case_.num_ranks} * case_.num_experts), 0);
@@ -428,131 +373,9 @@ private:
     CHECK(rank.slot_origin == expected.slot_origin);
   }
 
-  void check_home(const Rank& rank) const {
-    const MultiNodeHandleReader plan = rank.plan();
-    const HandleHeader& header = *plan.header;
-    CHECK(header.magic == kHandleMagic);
-    CHECK(header.group_id == kGroupId);
-    CHECK(header.plan_id == kFirstSequence + prepares_);
-    CHECK(header.num_tokens == rank.call.num_tokens);
-    CHECK(header.rows_in_use == oracle_.ranks[static_cast<size_t>(rank.shape.rank)].offsets.back());
-    CHECK(header.top_k == case_.top_k);
-    CHECK(header.alignment == case_.alignment);
-    CHECK(header.rank == rank.shape.rank);
-    CHECK(header.ll_tokens == 0);
-    CHECK(header.rows_per_source == kExpertMajor);
-    CHECK(header.checksum == header_checksum(header));
-
-    std::vector<int> kept_of_token(static_cast<size_t>(rank.call.num_tokens * case_.top_k), 0);
-    for (int node = 0; node < shape().num_nodes(); ++node) {
-      CAPTURE(node);
-      std::vector<int32_t> listed = listed_tokens(rank.shape.rank, node);
-      CHECK(plan.sent_counts[node] == static_cast<int32_t>(listed.size()));
-      if (node != rank.shape.own_node) CHECK(plan.sent_counts[node] <= shape().max_rail_tokens());
-      std::vector<int32_t> positions(static_cast<size_t>(shape().padded_tokens()), -1);
-      for (size_t j = 0; j < listed.size(); ++j)
-        if (!kept_routes(rank.shape.rank, listed[j], node).empty())
-          positions[static_cast<size_t>(listed[j])] = static_cast<int32_t>(j);
-      for (int64_t token = 0; token < rank.call.num_tokens; ++token) {
-        const std::vector<Kept> kept = kept_routes(rank.shape.rank, token, node);
-        for (const Kept& route : kept) {
-          const Route& found = plan.home_routes[token * case_.top_k + route.k];
-          CHECK(found.slot == route.slot);
-          CHECK(found.rank == node * case_.ranks_per_node + route.rank);
-          CHECK(found.rank_ordinal == ordinal_of(kept, route.rank));
-          kept_of_token[static_cast<size_t>(token * case_.top_k + route.k)] = 1;
-        }
-      }
-      listed.resize(static_cast<size_t>(shape().padded_tokens()), -1);
-      CHECK(values(plan.sent_tokens(node), shape().padded_tokens()) == listed);
-      CHECK(values(plan.positions(node), shape().padded_tokens()) == positions);
-      CHECK(values(plan.home_back_rows(node), shape().padded_tokens() + 1) == back_rows(rank.shape.rank, node));
-    }
-    for (size_t route = 0; route < kept_of_token.size(); ++route)
-      if (kept_of_token[route] == 0) {
-        CHECK(plan.home_routes[route].slot == -1);
-        CHECK(plan.home_routes[route].rank == -1);
-      }
-  }
-
-  void check_relay(const Rank& rank) const {
-    const MultiNodeHandleReader plan = rank.plan();
-    const int own_node = rank.shape.own_node;
-    for (int node = 0; node < shape().num_nodes(); ++node) {
-      CAPTURE(node);
-      const int home = rail_peer(rank, node).shape.rank;
-      const std::vector<int32_t> listed = listed_tokens(home, own_node);
-      CHECK(plan.relay_counts[node] == static_cast<int32_t>(listed.size()));
-      CHECK(values(plan.relay_back_rows(node), shape().padded_tokens() + 1) == back_rows(home, own_node));
-      for (int64_t row = 0; row < shape().padded_tokens(); ++row) {
-        std::vector<Route> expected(static_cast<size_t>(case_.top_k), Route{-1, -1, 0});
-        if (row < static_cast<int64_t>(listed.size())) {
-          const std::vector<Kept> kept = kept_routes(home, listed[static_cast<size_t>(row)], own_node);
-          for (const Kept& route : kept)
-            expected[static_cast<size_t>(route.k)] = {route.slot, route.rank, ordinal_of(kept, route.rank)};
-        }
-        // The place of a leg's routes is that of leg_layout, which the kernels of movements read.
-        const int chunk = static_cast<int>(row / shape().chunk_tokens());
-        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_multi_node_handle_layout(rank.shape, case_.top_k),
-                                                                  rank.shape, case_.top_k, rank.shape.leg(node, chunk)));
-        const Route* const found = leg.routes + row % shape().chunk_tokens() * case_.top_k;
-        CHECK(std::equal(expected.begin(), expected.end(), found, [](const Route& a, const Route& b) {
-          return a.slot == b.slot && a.rank == b.rank && a.rank_ordinal == b.rank_ordinal;
-        }));
-      }
-    }
-  }
-
-  void check_owner(const Rank& rank) const {
-    const int64_t rows_in_use = rank.plan().header->rows_in_use;
-    const ExpertBlocks experts{case_.num_experts, case_.num_ranks};
-    const int num_local = experts.num_local_experts(rank.shape.rank);
-    std::vector<int> has_record(static_cast<size_t>(rows_in_use), 0);
+  void check_lists(const Rank& rank) const {
     for (int node = 0; node < shape().num_nodes(); ++node)
-      for (int chunk = 0; chunk < shape().num_chunks(); ++chunk) {
-        const int number = rank.shape.leg(node, chunk);
-        const HandleReader leg(rank.handle_mem.data(), leg_layout(make_multi_node_handle_layout(rank.shape, case_.top_k),
-                                                                  rank.shape, case_.top_k, number));
-        CHECK(leg.zone_begin[num_local] == (number == rank.shape.leg(rank.shape.own_node, 0) ? rows_in_use : 0));
-        for (int e = 0; e < num_local && number != rank.shape.leg(rank.shape.own_node, 0); ++e) {
-          CHECK(leg.zone_begin[e] == 0);
-          CHECK(leg.zone_rows[e] == 0);
-        }
-        for (int source = 0; source < case_.ranks_per_node; ++source) {
-          const int home = node * case_.ranks_per_node + source;
-          const std::vector<int32_t> listed = listed_tokens(home, rank.shape.own_node);
-          for (int64_t i = 0; i < shape().chunk_tokens(); ++i) {
-            const int64_t row = int64_t{chunk} * shape().chunk_tokens() + i;
-            int32_t slot = leg.first_slots[int64_t{source} * shape().chunk_tokens() + i];
-            const bool is_token = row < static_cast<int64_t>(listed.size());
-            const int32_t token = is_token ? listed[static_cast<size_t>(row)] : -1;
-            const std::vector<Kept> kept = is_token ? kept_routes(home, token, rank.shape.own_node) : std::vector<Kept>{};
-            bool is_first = true;
-            for (const Kept& route : kept) {
-              if (route.rank != rank.shape.index_in_node()) continue;
-              REQUIRE(slot == route.slot);
-              const SlotRecord& record = leg.slot_records[slot];
-              CHECK(record.token == token);
-              CHECK(record.source == home);
-              CHECK(record.k == route.k);
-              CHECK(record.first == (is_first ? 1 : 0));
-              CHECK(record.rank_ordinal == ordinal_of(kept, route.rank));
-              has_record[static_cast<size_t>(slot)] = 1;
-              slot = record.next_slot;
-              is_first = false;
-            }
-            CHECK(slot == -1);
-          }
-        }
-      }
-    const MultiNodeHandleReader plan = rank.plan();
-    for (int e = 0; e < num_local; ++e) {
-      const reference::RankPlan& expected = oracle_.ranks[static_cast<size_t>(rank.shape.rank)];
-      CHECK(plan.zone_begin[e] == expected.offsets[static_cast<size_t>(e)]);
-      CHECK(plan.zone_rows[e] == expected.counts[static_cast<size_t>(e)]);
-    }
-    for (int64_t slot = 0; slot < rows_in_use; ++slot)
-      CHECK(plan.slot_records[slot].is_pad() == (has_record[static_cast<size_t>(slot)] == 0));
+      if (node != rank.shape.own_node) CHECK(rank.plan().sent_counts[node] <= shape().max_rail_tokens());
   }
 
   // A route in a damaged table is kept if its token, its slot and its rank are some of the group's.
@@ -613,25 +436,14 @@ private:
   reference::Plan oracle_;
 };
 
-TEST_CASE("prepare over nodes gives the oracle's slots and the plans of the legs") {
+TEST_CASE(
+    "prepare over nodes has the oracle's outputs where rails have no room for all tokens, and of more parts than lanes") {
   const NodesCase cases[] = {
       // ranks, of a node, experts, tokens, K, a, C, R, precision, masked, bad, hot, fixed_rail_tokens
-      {4, 2, 8, 24, 3, 1, 24, 0, EPX_COMBINE_WIRE, 10, 0, 0},
-      {4, 2, 8, 24, 3, 16, 10, 0, EPX_COMBINE_NODE, 10, 5, 0},
-      {6, 3, 13, 17, 5, 4, 6, 0, EPX_COMBINE_EXACT, 20, 5, 20},
-      {6, 2, 4, 9, 8, 1, 4, 0, EPX_COMBINE_WIRE, 0, 0, 0}, // fewer experts than ranks: the last node has none
-      {3, 1, 40, 20, 2, 1, 7, 0, EPX_COMBINE_WIRE, 50, 0, 0},
-      {8, 4, 100, 12, 33, 8, 5, 0, EPX_COMBINE_NODE, 30, 0, 0},
-      {4, 2, 8, 40, 4, 8, 16, 100, EPX_COMBINE_WIRE, 0, 2, 30}, // overflow
-      {4, 2, 8, 40, 4, 16, 16, 90, EPX_COMBINE_EXACT, 0, 0, 60},
-      {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},        // R < a drops everything
-      {6, 2, 12, 30, 4, 4, 8, 0, EPX_COMBINE_WIRE, 20, 5, 0, 11},     // fixed_rail_tokens
-      {4, 2, 16, 700, 2, 1, 256, 900, EPX_COMBINE_NODE, 50, 0, 5, 1}, // likewise
-      {2, 1, 8, 2000, 1, 1, 512, 0, EPX_COMBINE_WIRE, 20, 0, 0, 450}, // likewise, in the third tile
-      {4, 2, 16, 700, 2, 8, 1024, 0, EPX_COMBINE_WIRE, 10, 1, 0},     // several parts and tiles
+      {6, 2, 12, 30, 4, 4, 8, 0, EPX_COMBINE_WIRE, 20, 5, 0, 11},
+      {4, 2, 16, 700, 2, 1, 256, 900, EPX_COMBINE_NODE, 50, 0, 5, 1},
+      {2, 1, 8, 2000, 1, 1, 512, 0, EPX_COMBINE_WIRE, 20, 0, 0, 450}, // in the third tile
       {2, 1, 16, 900, 32, 4, 400, 0, EPX_COMBINE_WIRE, 10, 0, 0},     // more parts than lanes
-      {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5},  // more experts than threads
-      {4, 2, 8, 24, 3, 1, 10, 0, EPX_COMBINE_WIRE, 10, 0, 0, 0, 7},   // K below the group's largest
   };
   for (const NodesCase& test_case : cases) {
     CAPTURE(&test_case - cases);
