@@ -7,19 +7,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <utility>
 
 #include "base/error.h"
+#include "runtime/layout/window_layout.h"
 #include "transport/transport.h"
 
 namespace epx {
-
-// An address within an allocation. Every peer resolves the same pair to the same bytes of this rank's memory.
-struct AllocationPlace {
-  int64_t allocation;
-  int64_t offset; // bytes
-};
 
 class Allocations {
 public:
@@ -30,26 +24,26 @@ public:
     return start;
   }
 
-  // Returns the allocation that contains [data, data + bytes), if one does. No allocation contains an empty range.
-  std::optional<AllocationPlace> locate(const std::byte* data, int64_t bytes) const {
-    if (data == nullptr || bytes == 0) return std::nullopt;
+  // Returns where [data, data + bytes) lies; kNotRegistered when no allocation contains it. None contains an empty range.
+  AllocationPlace locate(const std::byte* data, int64_t bytes) const {
+    if (data == nullptr || bytes == 0) return kNotRegistered;
     for (const auto& [number, window] : windows_) {
       const std::byte* start = window->view().local<std::byte>(0);
       if (data >= start && data < start + window->bytes() && bytes <= window->bytes() - (data - start))
-        return AllocationPlace{number, data - start};
+        return {number, data - start};
     }
-    return std::nullopt;
+    return kNotRegistered;
   }
 
   // Returns the number of the allocation that starts at `data`. Throws INVALID_ARGUMENT when none does.
   int64_t require_start(const void* data) const {
-    const auto place = locate(static_cast<const std::byte*>(data), 1);
-    if (!place || place->offset != 0)
+    const AllocationPlace place = locate(static_cast<const std::byte*>(data), 1);
+    if (!place.is_registered() || place.offset != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "epx_mem_free: {} is not the start of memory from epx_mem_alloc or epx_mem_register of this "
            "group",
            data);
-    return place->allocation;
+    return place.allocation;
   }
 
   // Returns whether `bytes` bytes from `place` on lie in an allocation.

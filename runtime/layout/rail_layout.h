@@ -27,6 +27,28 @@ struct AgreedFields {
 
   constexpr bool operator==(const AgreedFields&) const = default;
 };
+// Between the two forms of these fields. sidecar_bytes of an epx_tensor that was accepted fits, by the group's limit.
+constexpr AgreedFields agreed_fields(const CallDescriptor& call, bool has_fixed_sizes) {
+  return {call.operation,
+          call.top_k,
+          call.alignment,
+          call.hidden,
+          call.dtype,
+          call.weights,
+          static_cast<int32_t>(call.sidecar_bytes),
+          has_fixed_sizes ? 1 : 0};
+}
+constexpr CallDescriptor descriptor_with(const AgreedFields& fields) {
+  CallDescriptor call{};
+  call.operation = fields.operation;
+  call.top_k = fields.top_k;
+  call.alignment = fields.alignment;
+  call.hidden = fields.hidden;
+  call.dtype = fields.dtype;
+  call.weights = fields.weights;
+  call.sidecar_bytes = fields.sidecar_bytes;
+  return call;
+}
 constexpr int kAgreedWords = sizeof(AgreedFields) / sizeof(int32_t);
 
 // Whether prepare may drop routes of tokens that rails have no room for (fixed_rail_tokens).

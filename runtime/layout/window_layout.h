@@ -29,7 +29,18 @@ struct alignas(128) Flag {
   uint64_t value; // in `complete` a sequence number, which only grows; in `abort_record` and `waiting` a packed word, or 0
 };
 
-// Each rank announces its call to every peer at the entry barrier: it writes a CallDescriptor into the peer's window.
+// An address in an allocation of the group (epx_mem_alloc, epx_mem_register). Every peer resolves the same pair to the same
+// bytes of this rank's memory.
+struct AllocationPlace {
+  int64_t allocation; // its number; -1: in no allocation, so that peers cannot access it
+  int64_t offset;     // bytes
+
+  constexpr bool is_registered() const { return allocation >= 0; }
+};
+constexpr AllocationPlace kNotRegistered{-1, 0};
+
+// Each rank announces its call to every peer at the entry barrier: it writes a CallDescriptor into the peer's window. See
+// runtime/stages/call_descriptor.h, which makes them.
 struct alignas(128) CallDescriptor {
   // Agreed fields: all ranks must pass the same values.
   int32_t operation;

@@ -12,11 +12,13 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/stream_order.h"
+#include "runtime/layout/rail_layout.h"
 #include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/nodes/multi_node_prepare_params.h"
 #include "runtime/nodes/multi_node_watch.h"
 #include "runtime/nodes/rail_buffers.h"
 #include "runtime/nodes/rail_sizes.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/cuda_backend.h"
 #include "transport/interrupt.h"
 #include "transport/node_exchange.h"
@@ -57,17 +59,6 @@ private:
   RailsExchange all_;
   NodeExchange exchange_;
 };
-
-AgreedFields agreed_fields(const MovementCall& call, int weights, int64_t sidecar_bytes, bool has_fixed_sizes) {
-  return {call.operation,
-          call.top_k,
-          call.alignment,
-          call.hidden,
-          call.dtype,
-          weights,
-          static_cast<int32_t>(sidecar_bytes),
-          has_fixed_sizes ? 1 : 0};
-}
 
 class MultiNodeBackend final : public Backend, private Stages {
 public:
@@ -283,9 +274,8 @@ private:
     RailSizes sizes; // of the transfers that follow
   };
   // Tells the rail peers how many tokens this rank has for them. Where sizes are exact, the host waits for the peers' here.
-  // `weights` has a bit for each tensor of weights that is passed.
-  OpenLegs open_legs(const MovementCall& call, int weights, int64_t sidecar_bytes, cudaStream_t stream,
-                     bool has_fixed_sizes) {
+  template <typename Call> // a movement
+  OpenLegs open_legs(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
     const char* const name = name_of(call.operation);
     const MultiNodeCall nodes{nodes_, make_multi_node_handle_layout(shape_, call.top_k)};
     MovementCall posted = call;
@@ -293,8 +283,8 @@ private:
       check_cuda(launch_check(nodes_, call, stream), "the check of the handle memory");
       posted.checked_header = reinterpret_cast<const std::byte*>(&nodes_.state->header);
     }
-    check_cuda(launch_post_records(nodes, posted, agreed_fields(call, weights, sidecar_bytes, has_fixed_sizes), stream),
-               name);
+    const AgreedFields agreed = agreed_fields(describe(call, kNotRegistered), has_fixed_sizes);
+    check_cuda(launch_post_records(nodes, posted, agreed, stream), name);
     exchange_words(nodes_.sent_records, nodes_.received_records, record_words(shape_), stream);
     check_cuda(launch_open_legs(node_->device_group(), nodes, call, has_fixed_sizes, stream), name);
     if (has_fixed_sizes) return {nodes, {shape_, call.top_k}};
@@ -313,7 +303,7 @@ private:
   // Rows go from tokens to slots. Rows to the other nodes are on the wire while legs before them store what has come.
   template <typename Call> // DispatchCall or CombineBwdCall
   void scatter(const Call& call, cudaStream_t stream, bool has_fixed_sizes) {
-    const OpenLegs legs = open_legs(call, weights_of(call), pack_call(call, {}, 0).sidecar_bytes, stream, has_fixed_sizes);
+    const OpenLegs legs = open_legs(call, stream, has_fixed_sizes);
     const MultiNodeCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
     const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
@@ -339,10 +329,6 @@ private:
     join_rail_stream(stream);
   }
 
-  static int weights_of(const DispatchCall& call) { return call.topk_weights != nullptr ? 1 : 0; }
-  static int weights_of(const CombineBwdCall& call) {
-    return (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
-  }
   static PackCall pack_call(const DispatchCall& call, const RailArea& area, int chunk) {
     return {call, call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes, area, chunk};
   }
@@ -376,8 +362,7 @@ private:
   template <typename Call> // CombineCall or DispatchBwdCall
   void gather(const Call& call, const std::byte* rows, const float* row_weights, std::byte* out, float* weight_grads_out,
               cudaStream_t stream, bool has_fixed_sizes) {
-    const int weights = (row_weights != nullptr ? 1 : 0) | (weight_grads_out != nullptr ? 2 : 0);
-    const OpenLegs legs = open_legs(call, weights, 0, stream, has_fixed_sizes);
+    const OpenLegs legs = open_legs(call, stream, has_fixed_sizes);
     const MultiNodeCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
     const RailArea& sent = buffers_.to_rails.area();

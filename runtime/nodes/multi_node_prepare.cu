@@ -26,6 +26,7 @@
 #include "runtime/nodes/deliver_leg.cuh"
 #include "runtime/nodes/multi_node_slots.cuh"
 #include "runtime/nodes/node_tokens.cuh"
+#include "runtime/stages/call_descriptor.h"
 
 namespace epx::cuda {
 namespace {
@@ -120,15 +121,10 @@ cudaError_t launch_deliver_leg(const DeviceGroup& group, const MultiNodePrepareP
                                cudaStream_t stream) {
   const MultiNodeShape& shape = prepare.nodes.shape;
   const PrepareCall& call = prepare.call;
-  CallDescriptor descriptor{};
-  descriptor.operation = prepare.operation;
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  descriptor.rows_allocation = -1;
   const DeliverLegParams params{group,
                                 prepare,
                                 leg_layout(prepare.layout, shape, call.top_k, leg),
-                                descriptor,
+                                describe(call, prepare.operation),
                                 leg / shape.num_chunks(),
                                 leg % shape.num_chunks(),
                                 leg == shape.leg(shape.own_node, 0)};

@@ -72,7 +72,7 @@ cudaError_t launch_pack_rows(const MultiNodeCall& nodes, const PackCall& call, i
 cudaError_t launch_forward_rows(const DeviceGroup& group, const MultiNodeCall& nodes, const ForwardCall& call, int num_sms,
                                 cudaStream_t stream) {
   const MovementCall& args = call.call;
-  const ForwardParams params{make_movement_params(group, {}, args, 0, 0, kNotRegistered),
+  const ForwardParams params{make_movement_params(group, {}, args, describe_movement(args, 0, 0)),
                              {call.rows, call.row_weights, call.area},
                              nodes.shape,
                              nodes.layout,

@@ -13,6 +13,8 @@
 #include "base/log.h"
 #include "base/names.h"
 #include "base/suspension_aware_deadline.h"
+#include "runtime/layout/rail_layout.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/protocol/test_hooks.h"
 #include "runtime/stages/reports.h"
@@ -206,20 +208,10 @@ bool MultiNodeWatch::has_disagreement() const {
 std::optional<Failure> MultiNodeWatch::disagreement() const {
   if (!has_disagreement()) return std::nullopt;
   const Disagreement& found = progress_.disagreement;
-  CallDescriptor descriptors[2] = {};
-  for (int i = 0; i < 2; ++i) {
-    const AgreedFields& fields = found.fields[i];
-    descriptors[i].operation = fields.operation;
-    descriptors[i].top_k = fields.top_k;
-    descriptors[i].alignment = fields.alignment;
-    descriptors[i].hidden = fields.hidden;
-    descriptors[i].dtype = fields.dtype;
-    descriptors[i].weights = fields.weights;
-    descriptors[i].sidecar_bytes = fields.sidecar_bytes;
-  }
   const int own = found.ranks[1] == context_.rank ? 1 : 0;
   const CallName call{static_cast<epx_operation>(found.fields[own].operation), found.sequence};
-  if (auto failure = find_disagreement(call, descriptors[0], found.ranks[0], descriptors[1], found.ranks[1]))
+  if (auto failure = find_disagreement(call, descriptor_with(found.fields[0]), found.ranks[0],
+                                       descriptor_with(found.fields[1]), found.ranks[1]))
     return failure;
   const int capturing = found.fields[0].has_fixed_sizes != 0 ? 0 : 1;
   return capture_failure(call, found.ranks[capturing], found.ranks[1 - capturing]);
@@ -267,10 +259,9 @@ Failure MultiNodeWatch::failure_of(const Verdict& verdict, CallName call) {
   }
   if (verdict.cause == Cause::hangs) return hang_failure(call, where, verdict.culprit, context_.rank);
   if (verdict.cause == Cause::out_of_sequence) {
-    CallDescriptor first{}, other{};
-    first.operation = verdict.operation;
-    other.operation = verdict.other_operation;
-    if (auto failure = find_disagreement(where, first, verdict.reporter, other, verdict.other_rank)) return *failure;
+    if (auto failure = find_disagreement(where, describe(verdict.operation), verdict.reporter,
+                                         describe(verdict.other_operation), verdict.other_rank))
+      return *failure;
   }
   if (verdict.cause == Cause::failed && is_mine) {
     const std::scoped_lock lock(verdict_mutex_);

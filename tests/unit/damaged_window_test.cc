@@ -14,6 +14,7 @@
 #include <doctest/doctest.h>
 
 #include "base/error.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/protocol/call_protocol.h"
 #include "runtime/status_board.h"
@@ -131,7 +132,7 @@ public:
   }
 
   std::vector<int32_t> exchange() {
-    host::CallExchange exchange(protocol_, context_, window_, EPX_OP_MEM_ALLOC, {});
+    host::CallExchange exchange(protocol_, context_, window_, describe(EPX_OP_MEM_ALLOC));
     post().top_k = post().alignment = 0;
     return exchange.all_gather([] { return int32_t{5}; });
   }

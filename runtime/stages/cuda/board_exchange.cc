@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/suspension_aware_deadline.h"
+#include "runtime/stages/call_descriptor.h"
 #include "transport/interrupt.h"
 
 namespace epx::cuda {
@@ -53,7 +54,7 @@ std::vector<ExchangeRecord> BoardExchange::gather(ExchangeRecord mine) {
 void BoardExchange::require_same_call(const std::vector<RankBoard::Post>& posts) const {
   std::vector<CallDescriptor> descriptors(posts.size());
   for (size_t rank = 0; rank < posts.size(); ++rank)
-    descriptors[rank].operation = posts[rank].operation;
+    descriptors[rank] = describe(posts[rank].operation);
   if (const auto failure = find_disagreement(call_, descriptors)) throw StatusError(failure->status, failure->message);
 }
 

@@ -18,6 +18,7 @@
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/board_exchange.h"
 #include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/device_reports.h"
@@ -86,7 +87,7 @@ public:
   }
 
   void register_memory(std::byte* memory, int64_t bytes) override {
-    if (allocations_.locate(memory, 1))
+    if (allocations_.locate(memory, 1).is_registered())
       fail(EPX_ERROR_INVALID_ARGUMENT, "epx_mem_register: {} lies in memory that peers of this group can reach already",
            static_cast<void*>(memory));
     add_allocation([&](Exchange& exchange) { return transport_->adopt_window(memory, bytes, exchange); });
@@ -408,12 +409,9 @@ private:
   void require_same(int64_t allocation, Exchange& exchange) const {
     const auto difference = exchange.find_difference(allocation);
     if (!difference) return;
-    CallDescriptor one{}, other{};
-    one.operation = other.operation = EPX_OP_MEM_FREE;
-    one.subject = difference->value;
-    other.subject = difference->other_value;
     const auto failure =
-        find_disagreement(next_call(EPX_OP_MEM_FREE), one, difference->rank, other, difference->other_rank);
+        find_disagreement(next_call(EPX_OP_MEM_FREE), describe(EPX_OP_MEM_FREE, difference->value), difference->rank,
+                          describe(EPX_OP_MEM_FREE, difference->other_value), difference->other_rank);
     throw StatusError(failure->status, failure->message);
   }
 
@@ -447,8 +445,7 @@ private:
   }
 
   RegisteredRange registered_range(const std::byte* rows, const MovementCall& call) const {
-    const auto place = allocations_.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
-    return place ? RegisteredRange{place->allocation, place->offset} : kNotRegistered;
+    return allocations_.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
   }
 
   const GroupContext& context_;

@@ -11,13 +11,7 @@
 
 namespace epx::cuda {
 
-// The byte range of a tensor in an allocation of the group (epx_mem_alloc, epx_mem_register); rows_allocation is -1 when peers
-// cannot access the tensor.
-struct RegisteredRange {
-  int64_t rows_allocation;
-  int64_t rows_offset;
-};
-constexpr RegisteredRange kNotRegistered{-1, 0};
+using RegisteredRange = AllocationPlace; // of the receive rows
 
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,

@@ -8,6 +8,7 @@
 #include "runtime/layout/handle_limits.h"
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/protocol/call_session.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
@@ -25,23 +26,14 @@ struct MovementParams {
 };
 
 inline MovementParams make_movement_params(const DeviceGroup& group, const WarpRoleCounts& role_counts,
-                                           const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
-                                           const RegisteredRange& range) {
-  CallDescriptor descriptor{};
-  descriptor.operation = call.operation;
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  descriptor.hidden = call.hidden;
-  descriptor.dtype = call.dtype;
-  descriptor.weights = weights;
-  descriptor.sidecar_bytes = sidecar_bytes;
-  descriptor.subject = call.is_rank_major() ? call.rows_per_source : 0;
-  descriptor.num_tokens = call.num_tokens;
-  descriptor.recv_rows = call.recv_rows;
-  descriptor.rows_allocation = range.rows_allocation;
-  descriptor.rows_offset = range.rows_offset;
+                                           const MovementCall& call, const CallDescriptor& descriptor) {
   return {group, call.layout != nullptr ? *call.layout : make_handle_layout(group.context.shape, call.top_k), role_counts,
           call, descriptor};
+}
+template <typename Call>
+MovementParams make_movement_params(const DeviceGroup& group, const WarpRoleCounts& role_counts, const Call& call,
+                                    const RegisteredRange& range) {
+  return make_movement_params(group, role_counts, call, describe(call, range));
 }
 
 constexpr int kMovementWarps = kMovementThreads / kWarp;

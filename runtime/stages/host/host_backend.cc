@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "runtime/allocations.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/protocol/call_protocol.h"
 #include "runtime/status_board.h"
@@ -30,23 +31,21 @@ public:
 
   void* allocate(int64_t bytes) override {
     status_.require_healthy();
-    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallDescriptor{});
+    CallExchange exchange(protocol_, context_, window_->view(), describe(EPX_OP_MEM_ALLOC));
     return allocations_.add(transport_->open_window(bytes, exchange));
   }
 
   void register_memory(std::byte* memory, int64_t bytes) override {
-    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_MEM_ALLOC, CallDescriptor{});
+    CallExchange exchange(protocol_, context_, window_->view(), describe(EPX_OP_MEM_ALLOC));
     allocations_.add(transport_->adopt_window(memory, bytes, exchange));
   }
 
   void free(void* data) override {
     const int64_t allocation = allocations_.require_start(data);
     if (status_.is_healthy()) {
-      CallDescriptor fields{};
-      fields.subject = allocation;
       try {
         protocol_.begin(EPX_OP_MEM_FREE);
-        protocol_.arrive(fields);
+        protocol_.arrive(describe(EPX_OP_MEM_FREE, allocation));
         protocol_.complete();
       } catch (const StatusError&) { // the group has failed, so freeing is local
         allocations_.remove(allocation);
@@ -57,7 +56,7 @@ public:
   }
 
   std::vector<GroupRecord> all_gather(const GroupRecord& mine, int64_t bytes) override {
-    CallExchange exchange(protocol_, context_, window_->view(), EPX_OP_ALL_GATHER, CallDescriptor{});
+    CallExchange exchange(protocol_, context_, window_->view(), describe(EPX_OP_ALL_GATHER));
     return gather_records(mine, bytes, exchange);
   }
 

@@ -25,7 +25,7 @@ std::string why_handle_unusable(const GroupContext& context, const MovementCall&
 // Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
 std::byte* registered_address(const HostGroup& group, int rank, const AllocationPlace& place, int64_t rows,
                               int64_t bytes_each) {
-  if (place.allocation == -1) return nullptr;
+  if (place.allocation == kNotRegistered.allocation) return nullptr;
   int64_t bytes = 0;
   if (__builtin_mul_overflow(rows, bytes_each, &bytes) || !group.allocations.contains(place, bytes))
     group.protocol.fail_as_damaged(fmt::format("rank {} seems to pass {} rows of {} bytes at byte {} of allocation {}",
@@ -59,33 +59,6 @@ void find_rows(HostGroup& group, const MovementCall& call) {
   }
 }
 
-CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call, const std::byte* rows,
-                               const float* weights) {
-  CallDescriptor descriptor{};
-  descriptor.rows_allocation = -1;
-  descriptor.weights_allocation = -1;
-  const int64_t bytes = call.recv_rows * row_bytes(call);
-  if (const auto place = group.allocations.locate(rows, bytes)) {
-    descriptor.rows_allocation = place->allocation;
-    descriptor.rows_offset = place->offset;
-  }
-  const int64_t weight_bytes = call.recv_rows * static_cast<int64_t>(sizeof(float));
-  if (const auto place = group.allocations.locate(reinterpret_cast<const std::byte*>(weights), weight_bytes)) {
-    descriptor.weights_allocation = place->allocation;
-    descriptor.weights_offset = place->offset;
-  }
-  return descriptor;
-}
-
-void describe_movement(CallDescriptor& descriptor, const MovementCall& call) {
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  descriptor.hidden = call.hidden;
-  descriptor.dtype = call.dtype;
-  if (call.is_rank_major()) descriptor.subject = call.rows_per_source;
-  descriptor.recv_rows = call.recv_rows;
-}
-
 Movement movement_of_own_plan(HostGroup& group, const MovementCall& call) {
   const HandleReader plan(call.handle_mem, make_handle_layout(group.context.shape, call.top_k));
   std::fill(group.scratch.active.begin(), group.scratch.active.end(), uint8_t{1});
@@ -101,7 +74,6 @@ Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescript
   const Movement movement{group, call, plan,
                           HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), usable};
 
-  describe_movement(descriptor, call);
   descriptor.plan_id = usable ? plan.header->plan_id : 0;
   group.protocol.begin(call.operation);
   group.protocol.arrive(descriptor);

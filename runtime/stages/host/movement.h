@@ -10,6 +10,7 @@
 #include "runtime/layout/handle_limits.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/host/protocol/host_group.h"
 #include "runtime/stages/stages.h"
 
@@ -50,16 +51,13 @@ struct Movement {
   const float* weights_of(int rank) const { return group.scratch.weights_base[static_cast<size_t>(rank)]; }
 };
 
-// Makes this rank's call descriptor, which names the allocations in which its receive rows (and weights) lie, if they lie in
-// any: peers access those in place.
-CallDescriptor make_descriptor(const HostGroup& group, const MovementCall& call, const std::byte* rows,
-                               const float* weights);
+// Returns where a call's receive rows lie in memory that peers reach, and access in place.
+inline AllocationPlace place_of(const HostGroup& group, const MovementCall& call, const std::byte* rows) {
+  return group.allocations.locate(rows, call.recv_rows * row_bytes(call));
+}
 
 // Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
 void find_rows(HostGroup& group, const MovementCall& call);
-
-// Fills in the fields of a descriptor that every movement has, but for the plan id.
-void describe_movement(CallDescriptor& descriptor, const MovementCall& call);
 
 // Behind the entry barrier of a call that makes its plan itself, so that all ranks take part. The group and the call must
 // outlive the Movement.
@@ -68,7 +66,7 @@ Movement movement_of_own_plan(HostGroup& group, const MovementCall& call);
 // Reports the kept rows of this rank's plan that lie in slots at or above N.
 void report_rows_beyond(const Movement& movement);
 
-// Begins the call and passes its entry barrier, with a descriptor whose other fields this fills in. The group and the call must
+// Begins the call and passes its entry barrier, with a descriptor whose plan id this fills in. The group and the call must
 // outlive the Movement.
 Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescriptor descriptor);
 

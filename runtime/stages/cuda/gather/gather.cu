@@ -297,7 +297,8 @@ cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const Movement
   const MovementGrid grid =
       plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
   const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.weight_grads != nullptr ? 2 : 0);
-  const GatherParams params{make_movement_params(group, grid.role_counts, call, weights, 0, kNotRegistered), tensors};
+  const GatherParams params{make_movement_params(group, grid.role_counts, call, describe_movement(call, weights, 0)),
+                            tensors};
   if constexpr (LongTileReader<T>::kTakesType) {
     if (by_long_tiles && takes_batches<T>(group.context.shape, grid, call, tensors))
       return launch_cooperative(&batch_gather_kernel<T>, grid.grid, stream, params);

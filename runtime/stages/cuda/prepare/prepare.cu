@@ -33,6 +33,7 @@
 #include "runtime/stages/cuda/kernels.h"
 
 #include "base/device/launch.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/prepare/prepare_steps.cuh"
 
@@ -79,13 +80,7 @@ size_t prepare_scratch_words(int num_experts, int blocks) {
 }
 
 cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream) {
-  CallDescriptor descriptor{};
-  descriptor.operation = EPX_OP_PREPARE;
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  descriptor.num_tokens = call.num_tokens;
-  descriptor.rows_allocation = -1;
-  return launch_first_half(group, plan, call, descriptor, stream);
+  return launch_first_half(group, plan, call, describe(call), stream);
 }
 
 cudaError_t launch_first_half(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call,

@@ -290,8 +290,7 @@ cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, 
   const DispatchCall& dispatch = call.dispatch;
   const GroupShape& shape = group.context.shape;
   const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
-  const int32_t weights = dispatch.topk_weights != nullptr ? 1 : 0;
-  MovementParams movement = make_movement_params(group, {}, dispatch, weights, dispatch.sidecar_bytes, range);
+  MovementParams movement = make_movement_params(group, {}, dispatch, range);
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
   if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
     const int64_t route_bytes = dispatch.num_tokens * dispatch.top_k * row_bytes;

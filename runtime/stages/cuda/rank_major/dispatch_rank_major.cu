@@ -300,9 +300,8 @@ cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& pla
   const GroupShape& shape = group.context.shape;
   const auto [grid, role_counts] =
       plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::routes, stream);
-  const RankMajorParams params{
-      make_movement_params(group, role_counts, call, call.topk_weights != nullptr ? 1 : 0, call.sidecar_bytes, range), call,
-      ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
+  const RankMajorParams params{make_movement_params(group, role_counts, call, range), call,
+                               ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
   if (takes_ll_path(group, call)) return launch_ll_dispatch_rank_major(params, grid, stream);
   return launch_cooperative(&rank_major_kernel, grid, stream, params);
 }

@@ -233,7 +233,7 @@ cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCal
   const auto [grid, role_counts] =
       plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::sums, stream);
   const int32_t weights = tensors.weight_grads != nullptr ? 2 : 0;
-  const GatherParams params{make_movement_params(group, role_counts, call, weights, 0, kNotRegistered), tensors};
+  const GatherParams params{make_movement_params(group, role_counts, call, describe_movement(call, weights, 0)), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);
   if (call.dtype == EPX_FLOAT16) return launch_cooperative(&rank_major_gather_kernel<__half>, grid, stream, params);
   return launch_cooperative(&rank_major_gather_kernel<__nv_bfloat16>, grid, stream, params);

@@ -162,15 +162,14 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
   leave(params.group);
 }
 
-// `weights` is the agreed field of that name.
 template <typename Operation>
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& operation, int32_t weights,
+cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& operation,
                    const RegisteredRange& registered, cudaStream_t stream) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
   const auto [grid, role_counts] =
       plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, stream);
-  MovementParams movement = make_movement_params(group, role_counts, call, weights, operation.sidecar_bytes(), registered);
+  MovementParams movement = make_movement_params(group, role_counts, call, registered);
   if (!call.is_rank_major() && plan.stages_rows(grid.blocks, operation.row_bytes)) movement.descriptor.stages_rows = 1;
   const ScatterParams<Operation> params{movement, operation};
   return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
@@ -180,10 +179,9 @@ template <typename T>
 cudaError_t launch_combine_bwd_as(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
                                   const RegisteredRange& registered, cudaStream_t stream) {
   const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-  const int32_t weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   if (call.grad_recv_weights != nullptr)
-    return launch(group, plan, CombineBwd<T, true>{call, row_bytes}, weights, registered, stream);
-  return launch(group, plan, CombineBwd<T, false>{call, row_bytes}, weights, registered, stream);
+    return launch(group, plan, CombineBwd<T, true>{call, row_bytes}, registered, stream);
+  return launch(group, plan, CombineBwd<T, false>{call, row_bytes}, registered, stream);
 }
 
 } // namespace
@@ -204,14 +202,12 @@ std::vector<const void*> scatter_kernels() {
 
 cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                             const RegisteredRange& registered, cudaStream_t stream) {
-  return launch(group, plan, Dispatch{call, row_bytes(call.dtype, call.hidden)}, call.topk_weights != nullptr ? 1 : 0,
-                registered, stream);
+  return launch(group, plan, Dispatch{call, row_bytes(call.dtype, call.hidden)}, registered, stream);
 }
 
 cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
                                const RegisteredRange& registered, cudaStream_t stream) {
-  return launch(group, plan, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}},
-                call.topk_weights != nullptr ? 1 : 0, registered, stream);
+  return launch(group, plan, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}}, registered, stream);
 }
 
 cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,

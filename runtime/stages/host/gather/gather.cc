@@ -208,16 +208,16 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
 } // namespace
 
 void combine(HostGroup& group, const CombineCall& call) {
-  CallDescriptor descriptor = make_descriptor(group, call, call.expert_out, call.recv_weights);
-  descriptor.weights = call.recv_weights != nullptr ? 1 : 0;
-  gather(group, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, descriptor);
+  const int64_t weight_bytes = call.recv_rows * static_cast<int64_t>(sizeof(float));
+  const AllocationPlace weights =
+      group.allocations.locate(reinterpret_cast<const std::byte*>(call.recv_weights), weight_bytes);
+  gather(group, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr},
+         describe(call, place_of(group, call, call.expert_out), weights));
 }
 
 void dispatch_bwd(HostGroup& group, const DispatchBwdCall& call) {
-  CallDescriptor descriptor = make_descriptor(group, call, call.grad_recv, nullptr);
-  descriptor.weights = call.grad_recv_weights != nullptr ? 2 : 0;
   gather(group, call, {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights},
-         descriptor);
+         describe(call, place_of(group, call, call.grad_recv)));
 }
 
 } // namespace epx::host

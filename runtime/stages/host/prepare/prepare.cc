@@ -13,6 +13,7 @@
 #include "runtime/handle_checksum.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {
@@ -257,10 +258,7 @@ void prepare(HostGroup& group, const PrepareCall& call) {
   PrepareSteps steps(group, call);
   group.protocol.begin(EPX_OP_PREPARE);
   steps.publish_counts();
-  CallDescriptor descriptor{};
-  descriptor.top_k = call.top_k;
-  descriptor.alignment = call.alignment;
-  group.protocol.arrive(descriptor);
+  group.protocol.arrive(describe(call));
   steps.assign_slots();
   group.protocol.complete();
   steps.deliver();

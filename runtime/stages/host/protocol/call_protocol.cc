@@ -48,7 +48,6 @@ uint64_t CallProtocol::begin(epx_operation operation) {
 }
 
 void CallProtocol::arrive(CallDescriptor descriptor) {
-  descriptor.operation = operation_;
   descriptor.sequence = 0;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     auto* target =
@@ -198,11 +197,11 @@ std::vector<ExchangeRecord> CallExchange::gather(ExchangeRecord mine) {
   mine.rank = window_.rank;
   // The board may be written before the peers arrive: a rank that begins call n knows that all peers have completed call n - 1,
   // and each rank reads its board before it completes.
-  protocol_.begin(operation_);
+  protocol_.begin(static_cast<epx_operation>(descriptor_.operation));
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     std::memcpy(window_.at<ExchangeRecord>(peer, offset_of(context_.layout.board, window_.rank, kExchangeRecordBytes)),
                 &mine, sizeof(mine));
-  protocol_.arrive(fields_);
+  protocol_.arrive(descriptor_);
   std::vector<ExchangeRecord> records(static_cast<size_t>(window_.num_ranks));
   for (int peer = 0; peer < window_.num_ranks; ++peer)
     std::memcpy(&records[static_cast<size_t>(peer)],

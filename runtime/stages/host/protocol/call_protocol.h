@@ -41,7 +41,7 @@ public:
   // number of the call, from 1.
   uint64_t begin(epx_operation operation);
 
-  // Fills in `descriptor.operation` and `descriptor.sequence`. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE, MISMATCH or INTERNAL
+  // Fills in `descriptor.sequence`; the operation is that of begin. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE, MISMATCH or INTERNAL
   // (sticky).
   void arrive(CallDescriptor descriptor);
 
@@ -87,10 +87,8 @@ private:
 // A CallExchange exchanges small records as one call of the group.
 class CallExchange : public Exchange {
 public:
-  // `fields` are the agreed fields of this operation.
-  CallExchange(CallProtocol& protocol, const GroupContext& context, PeerWindow window, epx_operation operation,
-               const CallDescriptor& fields)
-      : protocol_(protocol), context_(context), window_(window), operation_(operation), fields_(fields) {}
+  CallExchange(CallProtocol& protocol, const GroupContext& context, PeerWindow window, const CallDescriptor& descriptor)
+      : protocol_(protocol), context_(context), window_(window), descriptor_(descriptor) {}
 
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
@@ -99,8 +97,7 @@ private:
   CallProtocol& protocol_;
   const GroupContext& context_;
   PeerWindow window_;
-  epx_operation operation_;
-  CallDescriptor fields_;
+  CallDescriptor descriptor_;
 };
 
 } // namespace epx::host

@@ -32,16 +32,7 @@ public:
     // The board is written before peers arrive and read before they may complete, as CallExchange does.
     for (int rank = 0; rank < shape_.num_ranks; ++rank)
       *counts_at(rank, window_.rank) = rows_to_[static_cast<size_t>(rank)];
-    CallDescriptor descriptor = make_descriptor(group_, call_, call_.recv_tokens, nullptr);
-    descriptor.top_k = call_.top_k;
-    descriptor.alignment = call_.alignment;
-    descriptor.hidden = call_.hidden;
-    descriptor.dtype = call_.dtype;
-    descriptor.weights = call_.topk_weights != nullptr ? 1 : 0;
-    descriptor.sidecar_bytes = call_.sidecar_bytes;
-    descriptor.subject = call_.rows_per_source;
-    descriptor.recv_rows = call_.recv_rows;
-    group_.protocol.arrive(descriptor);
+    group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
     find_rows(group_, call_);
     read_counts();
     for (int64_t token = 0; token < call_.num_tokens; ++token)

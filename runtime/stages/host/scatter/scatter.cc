@@ -170,10 +170,7 @@ struct CombineBwdReceiver {
 };
 
 CallDescriptor dispatch_descriptor(const HostGroup& group, const DispatchCall& call) {
-  CallDescriptor descriptor = make_descriptor(group, call, call.recv_tokens, nullptr);
-  descriptor.weights = call.topk_weights != nullptr ? 1 : 0;
-  descriptor.sidecar_bytes = call.sidecar_bytes;
-  return descriptor;
+  return describe(call, place_of(group, call, call.recv_tokens));
 }
 ScatterInput dispatch_input(const DispatchCall& call) {
   return {call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
@@ -189,11 +186,9 @@ void dispatch(HostGroup& group, const DispatchCall& call) {
 // travel beside the slot records.
 void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
   PrepareSteps steps(group, call.prepare);
-  CallDescriptor descriptor = dispatch_descriptor(group, call.dispatch);
-  describe_movement(descriptor, call.dispatch);
   group.protocol.begin(EPX_OP_PREPARE_DISPATCH);
   steps.publish_counts();
-  group.protocol.arrive(descriptor);
+  group.protocol.arrive(dispatch_descriptor(group, call.dispatch));
   steps.assign_slots();
   const Movement movement = movement_of_own_plan(group, call.dispatch);
   send_rows(movement, dispatch_input(call.dispatch));
@@ -205,10 +200,9 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
 
 void combine_bwd(HostGroup& group, const CombineBwdCall& call) {
   const DefaultFloatEnvironment environment;
-  CallDescriptor descriptor = make_descriptor(group, call, call.grad_expert_out, nullptr);
-  descriptor.weights = (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
   const ScatterInput input{call.grad_out, nullptr, nullptr, 0};
-  scatter(group, call, input, descriptor, CombineBwdReceiver{call, row_bytes(call)});
+  scatter(group, call, input, describe(call, place_of(group, call, call.grad_expert_out)),
+          CombineBwdReceiver{call, row_bytes(call)});
 }
 
 } // namespace epx::host

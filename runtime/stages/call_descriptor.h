@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one maker of call descriptors, for host and kernels: a descriptor follows from the arguments of the call, and from where
+// its rows lie in memory that peers reach. What only the call itself finds out (plan_id; of a leg, num_tokens) is 0.
+#pragma once
+
+#include "runtime/layout/window_layout.h"
+#include "runtime/stages/stages.h"
+
+namespace epx {
+
+// Return the field `weights`, which says what tensors of weights are passed.
+constexpr int32_t weights_of(const DispatchCall& call) {
+  return call.topk_weights != nullptr ? 1 : 0;
+}
+constexpr int32_t weights_of(const CombineCall& call) {
+  return call.recv_weights != nullptr ? 1 : 0;
+}
+constexpr int32_t weights_of(const CombineBwdCall& call) {
+  return (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
+}
+constexpr int32_t weights_of(const DispatchBwdCall& call) {
+  return call.grad_recv_weights != nullptr ? 2 : 0;
+}
+
+constexpr int64_t sidecar_bytes_of(const DispatchCall& call) {
+  return call.sidecar_bytes;
+}
+constexpr int64_t sidecar_bytes_of(const MovementCall&) {
+  return 0;
+}
+
+// A call without tensors. `subject` is the number of the allocation that mem_free frees.
+constexpr CallDescriptor describe(epx_operation operation, int64_t subject = 0) {
+  CallDescriptor descriptor{};
+  descriptor.operation = operation;
+  descriptor.subject = subject;
+  descriptor.rows_allocation = descriptor.weights_allocation = kNotRegistered.allocation;
+  return descriptor;
+}
+
+// prepare, alone or as a part of `operation`.
+constexpr CallDescriptor describe(const PrepareCall& call, epx_operation operation = EPX_OP_PREPARE) {
+  CallDescriptor descriptor = describe(operation);
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.num_tokens = call.num_tokens;
+  return descriptor;
+}
+
+// A movement, with fields that its base class does not know. `rows` is the place of the receive rows, `row_weights` that of
+// their weights.
+constexpr CallDescriptor describe_movement(const MovementCall& call, int32_t weights, int64_t sidecar_bytes,
+                                           const AllocationPlace& rows = kNotRegistered,
+                                           const AllocationPlace& row_weights = kNotRegistered) {
+  CallDescriptor descriptor = describe(call.operation, call.is_rank_major() ? call.rows_per_source : 0);
+  descriptor.top_k = call.top_k;
+  descriptor.alignment = call.alignment;
+  descriptor.hidden = call.hidden;
+  descriptor.dtype = call.dtype;
+  descriptor.weights = weights;
+  descriptor.sidecar_bytes = sidecar_bytes;
+  descriptor.num_tokens = call.num_tokens;
+  descriptor.recv_rows = call.recv_rows;
+  descriptor.rows_allocation = rows.allocation;
+  descriptor.rows_offset = rows.offset;
+  descriptor.weights_allocation = row_weights.allocation;
+  descriptor.weights_offset = row_weights.offset;
+  return descriptor;
+}
+
+template <typename Call> // a movement
+constexpr CallDescriptor describe(const Call& call, const AllocationPlace& rows,
+                                  const AllocationPlace& row_weights = kNotRegistered) {
+  return describe_movement(call, weights_of(call), sidecar_bytes_of(call), rows, row_weights);
+}
+
+} // namespace epx
