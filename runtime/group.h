@@ -24,9 +24,12 @@ public:
 private:
   static std::unique_ptr<Group> create(const epx_bootstrap& bootstrap, const epx_group_config& config,
                                        BootstrapExchange& exchange);
-  explicit Group(const GroupContext& context) : context_(context) {}
+  // make_backend(context) returns the backend, which may refer to the context.
+  template <typename MakeBackend>
+  Group(const GroupContext& context, const MakeBackend& make_backend)
+      : context_(context), backend_(make_backend(context_)) {}
 
-  GroupContext context_;
+  const GroupContext context_;
   std::unique_ptr<Backend> backend_;
 };
 

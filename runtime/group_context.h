@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GroupContext holds a group's constants, which are fixed at creation.
+// The GroupContext holds a group's constants. Group::create makes it at once when all of them are known; the node of a group of
+// several has one of its own.
 #pragma once
 
 #include <cstdint>

@@ -32,9 +32,11 @@ struct RecordSeal {
 struct ExchangeRecord {
   static constexpr size_t kMaxMessage = 204;
   static constexpr size_t kMaxPayload = 256;
+  static constexpr int32_t kRefuses = 1;
+  static constexpr int32_t kStandsBy = 2;
   epx_status status; // the sender's; EPX_SUCCESS: the payload is valid
   int32_t rank;      // the sender's, as messages name it
-  int32_t refuses;   // 1: the sender contributes false to all_of
+  int32_t flags;     // kRefuses: the sender contributes false to all_of; kStandsBy: see BootstrapExchange
   char message[kMaxMessage];
   RecordSeal seal;
   std::byte payload[kMaxPayload];
@@ -66,8 +68,10 @@ public:
   // groups of the bootstrap count: a further exchange may depend on the answer, and all ranks have to make the same ones.
   template <typename Bring>
   bool all_of(Bring&& bring) {
-    const std::vector<ExchangeRecord> records = gather_after([&](ExchangeRecord& mine) { mine.refuses = bring() ? 0 : 1; });
-    return std::none_of(records.begin(), records.end(), [](const ExchangeRecord& record) { return record.refuses != 0; });
+    const std::vector<ExchangeRecord> records =
+        gather_after([&](ExchangeRecord& mine) { mine.flags = bring() ? 0 : ExchangeRecord::kRefuses; });
+    return std::none_of(records.begin(), records.end(),
+                        [](const ExchangeRecord& record) { return (record.flags & ExchangeRecord::kRefuses) != 0; });
   }
 
   // Two ranks have brought other values.
@@ -89,7 +93,7 @@ public:
 
 protected:
   // Gathers the records of this rank's group. When a peer's record has a failure and this rank's has none, it throws that
-  // (throw_peer_failure). `refuses` is also set in a returned record when a rank refuses whose record is not returned.
+  // (throw_peer_failure). kRefuses is also set in a returned record when a rank refuses whose record is not returned.
   virtual std::vector<ExchangeRecord> gather(ExchangeRecord mine) = 0;
 
   // Gathers the records of all ranks of the group; NodeExchange overrides it, since its gather() returns those of one node.

@@ -20,12 +20,12 @@ public:
 protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override {
     std::vector<ExchangeRecord> records = gather_all(mine);
-    int32_t refuses = 0;
+    int32_t flags = 0;
     for (const ExchangeRecord& record : records)
-      refuses |= record.refuses;
+      flags |= record.flags;
     const auto first = records.begin() + first_rank_;
     std::vector<ExchangeRecord> of_node(first, first + num_ranks_);
-    of_node.front().refuses = refuses;
+    of_node.front().flags = flags;
     return of_node;
   }
   std::vector<ExchangeRecord> gather_all(ExchangeRecord mine) override { return gather_by(all_, mine); }

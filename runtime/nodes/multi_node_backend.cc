@@ -27,15 +27,19 @@
 namespace epx::cuda {
 namespace {
 
+// The context of this rank's node, in which each leg is a call.
 GroupContext make_node_context(const GroupContext& group, const MultiNodeShape& shape) {
-  GroupContext node = group;
-  node.shape = shape.node;
-  node.rank = shape.index_in_node();
-  node.timeout_ms = node_timeout_ms(group.timeout_ms);
-  node.checks_handle_mem = false; // which is the group's; see make_plan and open_legs
-  node.has_ordered_calls = true;
-  node.forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE;
-  return node;
+  return {.transport = group.transport,
+          .shape = shape.node,
+          .layout = group.layout,
+          .group_id = group.group_id,
+          .rank = shape.index_in_node(),
+          .overflow = group.overflow,
+          .timeout_ms = node_timeout_ms(group.timeout_ms),
+          .checks_handle_mem = false, // which is the group's; see make_plan and open_legs
+          .has_ordered_calls = true,
+          .forwards_staged_rows = shape.group.precision != EPX_COMBINE_NODE,
+          .window_access = group.window_access};
 }
 
 // The transport of this rank's node in a group of several: what its ranks agree on later on, all ranks of the group do.
@@ -62,9 +66,9 @@ private:
 
 class MultiNodeBackend final : public Backend, private Stages {
 public:
-  MultiNodeBackend(const MultiNodeShape& shape, const GroupContext& context, std::unique_ptr<GroupContext> node_context,
-                   std::unique_ptr<LegBackend> node, std::unique_ptr<Rails> rails, int rail_ctas,
-                   std::unique_ptr<ControlConnection> control)
+  MultiNodeBackend(const MultiNodeShape& shape, const GroupContext& context,
+                   std::unique_ptr<const GroupContext> node_context, std::unique_ptr<LegBackend> node,
+                   std::unique_ptr<Rails> rails, int rail_ctas, std::unique_ptr<ControlConnection> control)
       : shape_(shape), context_(context), rail_ctas_(rail_ctas), buffers_(shape), node_context_(std::move(node_context)),
         rails_(std::move(rails)), node_(std::move(node)),
         chunk_events_(static_cast<size_t>(shape.num_chunks())), nodes_{shape,
@@ -530,7 +534,7 @@ private:
   const GroupContext& context_;
   int rail_ctas_; // SMs that transfers take at most
   RailBuffers buffers_;
-  std::unique_ptr<GroupContext> node_context_;
+  std::unique_ptr<const GroupContext> node_context_;
   std::unique_ptr<Rails> rails_;
   std::unique_ptr<LegBackend> node_;
   std::vector<RailTransfer> transfers_; // of the exchange that is being enqueued
@@ -555,7 +559,7 @@ std::unique_ptr<Backend> make_multi_node_backend(const GroupContext& context, in
                                                  Exchange& exchange) {
   const MultiNodeShape shape = make_multi_node_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
-  auto node_context = std::make_unique<GroupContext>(make_node_context(context, shape));
+  auto node_context = std::make_unique<const GroupContext>(make_node_context(context, shape));
   const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, rail_ctas);
   auto node_transport = std::make_unique<LegTransport>(std::move(transport.node), *transport.rails, context);
   std::unique_ptr<LegBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);

@@ -228,6 +228,51 @@ TEST_CASE("bytes of a peer's message that are not printable are escaped") {
   });
 }
 
+// Each rank is a group, and makes as many exchanges in a step as its number.
+void make_exchanges_of_step(BootstrapExchange& exchange, int rank) {
+  exchange.set_members({rank});
+  exchange.let_steps_differ();
+  const int sum = exchange.step("a step that differs", [&] {
+    int of_exchanges = 0;
+    for (int i = 0; i < rank; ++i)
+      of_exchanges += exchange.all_gather([&] { return int32_t{10 * rank + i}; }).front();
+    return of_exchanges;
+  });
+  check(sum == 10 * rank * rank + rank * (rank - 1) / 2, "rank {} has gathered {}", rank, sum);
+}
+
+TEST_CASE("ranks that are done with a step stand by until all are") {
+  LocalRendezvous rendezvous(kNumRanks);
+  run_threads(kNumRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+    BootstrapExchange exchange(bootstrap, kTimeoutMs);
+    make_exchanges_of_step(exchange, rank);
+    exchange.set_members({2, 1, 0});
+    const std::vector<int32_t> ranks = exchange.all_gather([&] { return int32_t{rank}; });
+    check(ranks == std::vector<int32_t>{2, 1, 0}, "the exchange behind the step has other records");
+    check(!exchange.all_of([&] { return rank != 0; }), "rank 0 refuses");
+    exchange.stand_by();
+  });
+}
+
+TEST_CASE("a rank that fails in a step fails those that stand by") {
+  LocalRendezvous rendezvous(kNumRanks);
+  run_threads(kNumRanks, [&](int rank) {
+    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
+    BootstrapExchange exchange(bootstrap, kTimeoutMs);
+    try {
+      make_exchanges_of_step(exchange, rank);
+      exchange.step("the next one", [&] {
+        if (rank == 2) exchange.all_gather([]() -> int32_t { fail(EPX_ERROR_SYSTEM, "no memory"); });
+        return 0;
+      });
+      test::fail_check("rank {}: the step succeeds", rank);
+    } catch (const StatusError& error) {
+      check(error.message() == (rank == 2 ? "no memory" : "rank 2: no memory"), "the message is \"{}\"", error.message());
+    }
+  });
+}
+
 TEST_CASE("an all-gather that returns no epx_status is refused") {
   LocalRendezvous rendezvous(1);
   epx_bootstrap bootstrap = rendezvous.bootstrap(0);

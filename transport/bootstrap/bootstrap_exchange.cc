@@ -8,6 +8,7 @@
 
 #include <fmt/ranges.h>
 
+#include "base/log.h"
 #include "base/names.h"
 #include "transport/control/keyed_hash.h"
 
@@ -60,6 +61,28 @@ std::string why_wrong(const ExchangeRecord& record, int rank, const RecordSeal& 
 } // namespace
 
 std::vector<ExchangeRecord> BootstrapExchange::gather(ExchangeRecord mine) {
+  const std::vector<ExchangeRecord> world = gather_sound_world(mine);
+  std::vector<ExchangeRecord> group;
+  for (const int member : members_)
+    group.push_back(world[static_cast<size_t>(member)]);
+  for (const ExchangeRecord& record : world)
+    group.front().flags |= record.flags;
+  return group;
+}
+
+void BootstrapExchange::stand_by() {
+  ExchangeRecord mine{};
+  mine.flags = ExchangeRecord::kStandsBy;
+  const auto stands_by = [](const ExchangeRecord& record) { return record.flags == ExchangeRecord::kStandsBy; };
+  while (!std::ranges::all_of(gather_sound_world(mine), stands_by)) {
+  }
+}
+
+void BootstrapExchange::log_step(const char* name, uint32_t first_round) const {
+  log::transport().info("creating the group: {}: all-gathers {} to {} of the bootstrap", name, first_round, round_ - 1);
+}
+
+std::vector<ExchangeRecord> BootstrapExchange::gather_sound_world(ExchangeRecord mine) {
   mine.rank = bootstrap_.rank;
   const uint32_t round = round_;
   const std::vector<ExchangeRecord> world = gather_world(mine, timeout_ms_);
@@ -71,12 +94,7 @@ std::vector<ExchangeRecord> BootstrapExchange::gather(ExchangeRecord mine) {
     throw;
   }
   throw_peer_failure(mine, world);
-  std::vector<ExchangeRecord> group;
-  for (const int member : members_)
-    group.push_back(world[static_cast<size_t>(member)]);
-  for (const ExchangeRecord& record : world)
-    group.front().refuses |= record.refuses;
-  return group;
+  return world;
 }
 
 std::vector<ExchangeRecord> BootstrapExchange::gather_world(ExchangeRecord mine, int64_t timeout_ms) {

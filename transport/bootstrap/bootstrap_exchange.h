@@ -28,6 +28,23 @@ public:
   // `members` are ranks of the bootstrap, in the order of the group.
   void set_members(std::vector<int> members) { members_ = std::move(members); }
 
+  // Runs `body`, a step of the creation that `name` names in the log, and returns what it returns. Behind let_steps_differ() the
+  // groups of the bootstrap may make different numbers of exchanges in a step, or none: a rank that is done with it stands by
+  // until all ranks are.
+  template <typename Body>
+  auto step(const char* name, Body&& body) {
+    const uint32_t first_round = round_;
+    auto result = body();
+    if (steps_differ_) stand_by();
+    log_step(name, first_round);
+    return result;
+  }
+  // All ranks of the bootstrap call this between the same two steps.
+  void let_steps_differ() { steps_differ_ = true; }
+
+  // Takes part in all-gathers, without a record of its own, until one in which all ranks of the bootstrap stand by.
+  void stand_by();
+
   // Tells the other ranks that this one has failed outside an exchange; they learn it in theirs.
   void tell_peers(const StatusError& failure) noexcept;
 
@@ -35,6 +52,9 @@ protected:
   std::vector<ExchangeRecord> gather(ExchangeRecord mine) override;
 
 private:
+  // Gathers the records of all ranks of the bootstrap, and throws as gather() does.
+  std::vector<ExchangeRecord> gather_sound_world(ExchangeRecord mine);
+  void log_step(const char* name, uint32_t first_round) const;
   std::vector<ExchangeRecord> gather_world(ExchangeRecord mine, int64_t timeout_ms);
   void require_sound(const std::vector<ExchangeRecord>& world, uint32_t round) const;
 
@@ -42,6 +62,7 @@ private:
   int64_t timeout_ms_;
   uint32_t round_ = 0; // all-gathers that have been made
   std::vector<int> members_;
+  bool steps_differ_ = false;
 };
 
 } // namespace epx

@@ -211,9 +211,4 @@ std::vector<FileDescriptor> join_control(int rank, int num_ranks, std::chrono::m
   return sockets;
 }
 
-void stand_by(Exchange& exchange) {
-  for (int round = 0; round < 4; ++round)
-    exchange.all_gather([] { return 0; });
-}
-
 } // namespace epx

@@ -15,8 +15,4 @@ namespace epx {
 // addresses that were tried. Returns the sockets of ranks 1 to P - 1 on rank 0, and the one to rank 0 on the others.
 std::vector<FileDescriptor> join_control(int rank, int num_ranks, std::chrono::milliseconds limit, Exchange& exchange);
 
-// Takes part in the exchanges of ControlConnection() for a rank whose group has no control connection, where another group of
-// the same bootstrap has one.
-void stand_by(Exchange& exchange);
-
 } // namespace epx

@@ -25,8 +25,7 @@ std::unique_ptr<Transport> make_nccl_transport(int rank, int num_ranks, int64_t 
 
 // The same for a group of several nodes of ranks_per_node ranks each, whose rails take at most rail_ctas SMs, as many on all
 // ranks. All communicators are made when it returns. Windows of the node's transport are opened over a NodeExchange of the
-// ranks of this node. The call makes one exchange more than make_nccl_transport; a group of one node of the same bootstrap has
-// to stand by for it.
+// ranks of this node. The call makes one exchange more than make_nccl_transport.
 MultiNodeTransport make_nccl_multi_node_transport(int rank, int num_ranks, int ranks_per_node, int rail_ctas,
                                                   int64_t timeout_ms, Exchange& exchange);
 
