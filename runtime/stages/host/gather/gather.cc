@@ -20,6 +20,7 @@
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/rank_major/rank_major.h"
 #include "runtime/stages/host/rows/float_environment.h"
+#include "runtime/stages/host/rows/staging.h"
 
 namespace epx::host {
 namespace {
@@ -35,7 +36,7 @@ struct GatherTensors {
 void send_partials_home(const Movement& movement, const GatherTensors& tensors) {
   const MovementCall& call = movement.call;
   const HandleReader& plan = movement.plan;
-  const GroupContext& context = movement.group.context;
+  const GatherStaging staging(movement.group);
   const int64_t bytes = row_bytes(call);
   const bool weighted = tensors.row_weights != nullptr;
   RowSums sums(call.dtype, call.hidden, weighted);
@@ -43,9 +44,8 @@ void send_partials_home(const Movement& movement, const GatherTensors& tensors) 
     const SlotRecord& record = plan.slot_records[first_slot];
     if (record.first == 0 || !movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
     const int rank_ordinal = movement.limits.rank_ordinal(record.rank_ordinal);
-    const int64_t home_row = partial_staging_row(context.shape, record.token, call.top_k, rank_ordinal);
-    RowSum& partial = sums.next(movement.group.window.at<std::byte>(
-        record.source, context.layout.gather_rows.offset + home_row * context.layout.row_stride));
+    const int64_t home_row = partial_staging_row(movement.group.context.shape, record.token, call.top_k, rank_ordinal);
+    RowSum& partial = sums.next(staging.row(record.source, home_row));
     for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
          chain.advance())
       if (const int64_t slot = chain.slot(); slot < call.recv_rows)
@@ -58,29 +58,27 @@ void send_partials_home(const Movement& movement, const GatherTensors& tensors) 
 void send_weights_home(const Movement& movement, const float* weights) {
   const MovementCall& call = movement.call;
   const HandleReader& plan = movement.plan;
-  const int64_t offset = movement.group.context.layout.gather_weights.offset;
+  const GatherStaging staging(movement.group);
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
     if (!movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
     const int64_t route = route_index(record.token, call.top_k, movement.limits.k(record.k));
-    movement.group.window.at<float>(record.source, offset)[route] = weights[slot];
+    staging.weights(record.source)[route] = weights[slot];
   }
 }
 
 void send_routes_home(const Movement& movement, const GatherTensors& tensors) {
   const MovementCall& call = movement.call;
   const HandleReader& plan = movement.plan;
-  const WindowLayout& layout = movement.group.context.layout;
+  const GatherStaging staging(movement.group);
   const int64_t bytes = row_bytes(call);
   const int64_t rows = std::min(call.recv_rows, plan.header->rows_in_use);
   for (int64_t slot = 0; slot < rows; ++slot) {
     const SlotRecord& record = plan.slot_records[slot];
     if (!movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
     const int64_t home_row = route_index(record.token, call.top_k, movement.limits.k(record.k));
-    std::memcpy(
-        movement.group.window.at<std::byte>(record.source, layout.gather_rows.offset + home_row * layout.row_stride),
-        tensors.rows + slot * bytes, static_cast<size_t>(bytes));
+    std::memcpy(staging.row(record.source, home_row), tensors.rows + slot * bytes, static_cast<size_t>(bytes));
   }
   if (tensors.row_weights != nullptr) send_weights_home(movement, tensors.row_weights);
 }
@@ -100,13 +98,12 @@ void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool wei
 // Sums the partial rows, or the routes' rows, that the peers have staged here.
 void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
   const MovementCall& call = movement.call;
-  const PeerWindow& window = movement.group.window;
   const GroupShape& shape = movement.group.context.shape;
-  const WindowLayout& layout = movement.group.context.layout;
+  const GatherStaging staging(movement.group);
+  const int home = movement.group.window.rank;
   const bool exact = shape.precision == EPX_COMBINE_EXACT;
   const bool by_node = shape.sums_by_node();
-  const auto* staging = window.local<std::byte>(layout.gather_rows.offset);
-  const auto* staged_weights = window.local<float>(layout.gather_weights.offset);
+  const float* const staged_weights = staging.weights(home);
   std::array<int, kMaxTopK> nodes{}; // by rank ordinal of the token
   sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
@@ -114,7 +111,7 @@ void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
     for (int k = 0; k < call.top_k; ++k) {
       if (!movement.is_live(routes[k])) continue;
       const int64_t index = route_index(token, call.top_k, k);
-      if (exact) sum.add(staging + index * layout.row_stride, staged_weights[index]);
+      if (exact) sum.add(staging.row(home, index), staged_weights[index]);
       const int rank_ordinal = movement.limits.rank_ordinal(routes[k].rank_ordinal);
       partials |= uint64_t{1} << rank_ordinal;
       nodes[static_cast<size_t>(rank_ordinal)] = shape.node_of(routes[k].rank);
@@ -125,8 +122,7 @@ void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
       const int rank_ordinal = __builtin_ctzll(partials);
       if (by_node && nodes[static_cast<size_t>(rank_ordinal)] != node) sum.end_group(); // the node before, if there was one
       node = nodes[static_cast<size_t>(rank_ordinal)];
-      const int64_t row = partial_staging_row(shape, token, call.top_k, rank_ordinal);
-      sum.add(staging + row * layout.row_stride, 1.0f);
+      sum.add(staging.row(home, partial_staging_row(shape, token, call.top_k, rank_ordinal)), 1.0f);
     }
     if (by_node) sum.end_group();
   });
@@ -174,7 +170,7 @@ void sum_in_place(const Movement& movement, const GatherTensors& tensors) {
 
 void collect_weights_at_home(const Movement& movement, const GatherTensors& tensors) {
   const MovementCall& call = movement.call;
-  const auto* staged = movement.group.window.local<float>(movement.group.context.layout.gather_weights.offset);
+  const float* const staged = GatherStaging(movement.group).weights(movement.group.window.rank);
   for (int64_t route = 0; route < call.num_tokens * call.top_k; ++route)
     tensors.weight_grads_out[route] = movement.is_live(movement.plan.routes[route]) ? staged[route] : 0.0f;
 }

@@ -12,6 +12,8 @@
 #include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/host/movement.h"
+#include "runtime/stages/host/rows/row_sender.h"
+#include "runtime/stages/host/rows/staging.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {
@@ -22,7 +24,8 @@ class RankMajorDispatch {
 public:
   RankMajorDispatch(HostGroup& group, const DispatchRankMajorCall& call)
       : group_(group), call_(call), shape_(group.context.shape), layout_(group.context.layout), window_(group.window),
-        plan_(call.plan, make_handle_layout(group.context.shape, call.top_k)), rows_to_(group.scratch.rows_to) {
+        staging_(group), plan_(call.plan, make_handle_layout(group.context.shape, call.top_k)),
+        rows_to_(group.scratch.rows_to) {
     std::fill(rows_to_.begin(), rows_to_.end(), RankMajorCounts{});
   }
 
@@ -35,8 +38,9 @@ public:
     group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
     find_rows(group_, call_);
     read_counts();
+    const RowSender sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes});
     for (int64_t token = 0; token < call_.num_tokens; ++token)
-      send_token(token);
+      send_token(sender, token);
     group_.protocol.complete();
     for (int source = 0; source < shape_.num_ranks; ++source)
       receive_rows(source);
@@ -50,9 +54,6 @@ private:
   }
   RankMajorCounts* counts_at(int owner, int source) const {
     return window_.at<RankMajorCounts>(owner, layout_.board.offset + source * kExchangeRecordBytes);
-  }
-  RankMajorRoute* routes_at(int owner, int64_t slot) const {
-    return window_.at<RankMajorRoute>(owner, layout_.ll_slot_records.offset) + rank_major_route(slot, call_.top_k);
   }
 
   // Gives each token of this rank its row on each rank that it goes to, and writes the routes into the handle memory.
@@ -124,22 +125,14 @@ private:
   }
 
   // Stores the token, and which experts it goes to, on each rank that keeps it.
-  void send_token(int64_t token) const {
+  void send_token(const RowSender<>& sender, int64_t token) const {
     const Route* const routes = plan_.routes + token * call_.top_k;
-    const auto bytes = static_cast<size_t>(row_bytes(call_));
-    const std::byte* const row = call_.tokens + token * row_bytes(call_);
     for (int first = 0; first < call_.top_k; ++first) {
       const auto [slot, rank, rank_ordinal] = routes[first];
       if (slot < 0) continue; // not kept, or sent with an earlier k
-      std::byte* const in_place = group_.scratch.rows_base[static_cast<size_t>(rank)];
-      std::memcpy(in_place != nullptr
-                      ? in_place + call_.row_of_slot(slot) * row_bytes(call_)
-                      : window_.at<std::byte>(rank, layout_.scatter_rows.offset + slot * layout_.row_stride),
-                  row, bytes);
-      if (call_.sidecar_bytes > 0)
-        std::memcpy(window_.at<std::byte>(rank, layout_.scatter_sidecars.offset + slot * layout_.sidecar_stride),
-                    call_.sidecar + token * call_.sidecar_bytes, static_cast<size_t>(call_.sidecar_bytes));
-      RankMajorRoute* const sent = routes_at(rank, slot);
+      sender.store_in_place(token, rank, slot);
+      sender.stage(token, rank, slot);
+      RankMajorRoute* const sent = staging_.routes(rank, slot, call_.top_k);
       const auto partial_row = static_cast<int32_t>(partial_staging_row(shape_, token, call_.top_k, rank_ordinal));
       for (int k = 0; k < call_.top_k; ++k) {
         const int64_t route = token * call_.top_k + k;
@@ -153,14 +146,17 @@ private:
   void receive_rows(int source) {
     const int64_t first_slot = source * call_.slots_per_source;
     const int64_t rows = plan_.source_rows[source];
-    for (int64_t slot = first_slot; slot < first_slot + rows; ++slot)
-      receive_row(source, slot);
+    RowReceiver received(group_, call_);
+    for (int64_t slot = first_slot; slot < first_slot + rows; ++slot) {
+      receive_routes(source, slot);
+      store_received(call_, slot, received.row(slot, slot), received.sidecar(slot));
+    }
     for (int64_t slot = first_slot + rows; slot < first_slot + call_.slots_per_source; ++slot)
       write_record(slot, kPadRecord, 0);
   }
 
-  void receive_row(int source, int64_t slot) {
-    const RankMajorRoute* const routes = routes_at(window_.rank, slot);
+  void receive_routes(int source, int64_t slot) {
+    const RankMajorRoute* const routes = staging_.routes(window_.rank, slot, call_.top_k);
     uint64_t mask = 0;
     for (int k = 0; k < call_.top_k; ++k) {
       const int32_t expert = routes[k].expert;
@@ -187,16 +183,6 @@ private:
                                                   slot - source * call_.slots_per_source, source, record.token, mask,
                                                   partial.rank_ordinal));
     write_record(slot, record, mask);
-
-    const int64_t to = call_.row_of_slot(slot);
-    if (group_.scratch.rows_base[static_cast<size_t>(window_.rank)] == nullptr)
-      std::memcpy(call_.recv_tokens + to * row_bytes(call_),
-                  window_.local<std::byte>(layout_.scatter_rows.offset + slot * layout_.row_stride),
-                  static_cast<size_t>(row_bytes(call_)));
-    if (call_.sidecar_bytes > 0)
-      std::memcpy(call_.recv_sidecar + to * call_.sidecar_bytes,
-                  window_.local<std::byte>(layout_.scatter_sidecars.offset + slot * layout_.sidecar_stride),
-                  static_cast<size_t>(call_.sidecar_bytes));
   }
 
   void write_record(int64_t slot, const SlotRecord& record, uint64_t mask) {
@@ -227,6 +213,7 @@ private:
   const GroupShape& shape_;
   const WindowLayout& layout_;
   const PeerWindow& window_;
+  ScatterStaging staging_;
   HandleWriter plan_;
   std::vector<RankMajorCounts>& rows_to_; // [P]
 };
@@ -241,7 +228,7 @@ void send_rank_major_weights_home(const Movement& movement, const float* weights
   const MovementCall& call = movement.call;
   const GroupShape& shape = movement.group.context.shape;
   const RankMajorMask* const masks = movement.plan.masks(call.num_slots(shape));
-  const int64_t offset = movement.group.context.layout.gather_weights.offset;
+  const GatherStaging staging(movement.group);
   for (int source = 0; source < shape.num_ranks; ++source) {
     if (!movement.is_active(source)) continue;
     const int64_t first_slot = source * call.slots_per_source;
@@ -249,7 +236,7 @@ void send_rank_major_weights_home(const Movement& movement, const float* weights
       const SlotRecord& record = movement.plan.slot_records[slot];
       if (!movement.limits.has_origin(record)) continue;
       const uint64_t mask = call.top_k > 1 ? masks[slot].low | uint64_t{masks[slot].high} << 32 : 1;
-      float* const home = movement.group.window.at<float>(source, offset) + route_index(record.token, call.top_k, 0);
+      float* const home = staging.weights(source) + route_index(record.token, call.top_k, 0);
       for (int k = 0; k < call.top_k; ++k)
         if ((mask >> k & 1) != 0) home[k] = weights[call.row_of_slot(slot) * call.top_k + k];
     }
@@ -258,7 +245,7 @@ void send_rank_major_weights_home(const Movement& movement, const float* weights
 
 void collect_rank_major_weights(const Movement& movement, float* out) {
   const MovementCall& call = movement.call;
-  const auto* staged = movement.group.window.local<float>(movement.group.context.layout.gather_weights.offset);
+  const float* const staged = GatherStaging(movement.group).weights(movement.group.window.rank);
   for (int64_t i = 0; i < call.num_tokens * call.top_k; ++i) {
     const Route& route = movement.plan.routes[i];
     const bool is_kept = movement.limits.slot_of_kept(route) >= 0 && movement.is_active(route.rank);

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Scatter moves rows from tokens to slots. dispatch copies them; combine_bwd scales them, and its receiver computes their dot
 // products.
-//
-// If a receiver's rows lie in registered memory, the sender stores each row at its slot. Otherwise the sender stages a token's
-// row once per receiver, and the receiver makes the copies.
 
 #include "runtime/stages/host/scatter/scatter.h"
 
@@ -13,33 +10,29 @@
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/prepare/prepare.h"
 #include "runtime/stages/host/rows/float_environment.h"
+#include "runtime/stages/host/rows/row_sender.h"
 #include "runtime/stages/host/rows/rows.h"
 
 namespace epx::host {
 namespace {
 
 struct ScatterInput {
-  const std::byte* rows;    // [T, H]
-  const float* weights;     // [T, K]; may be NULL
-  const std::byte* sidecar; // [T, sidecar_bytes]
-  int64_t sidecar_bytes;    // 0: none
+  TokenRows tokens;
+  const float* weights; // [T, K]; may be NULL
 };
 
 // A ReceivedRow is a row that has reached its slot's rank.
 struct ReceivedRow {
   int64_t slot;
-  const std::byte* row;     // the slot itself where the sender wrote in place, else staging
-  const std::byte* sidecar; // in staging
-  float weight;             // meaningful when weights travel
+  const std::byte* row; // the slot itself where the sender wrote in place
+  const std::byte* sidecar;
+  float weight; // meaningful when weights travel
 };
 
-void send_token(const Movement& movement, const ScatterInput& input, int64_t token) {
+void send_token(const Movement& movement, const RowSender<>& sender, const float* weights, int64_t token) {
   const MovementCall& call = movement.call;
-  const PeerWindow& window = movement.group.window;
-  const GroupShape& shape = movement.group.context.shape;
-  const WindowLayout& layout = movement.group.context.layout;
-  const int64_t bytes = row_bytes(call);
-  const std::byte* row = input.rows + token * bytes;
+  const GroupContext& context = movement.group.context;
+  const ScatterStaging staging(movement.group);
   std::array<int32_t, kMaxTopK> first_slot; // by rank ordinal of the receiver
   uint64_t seen = 0;                        // receivers whose first slot is known, one bit each by rank ordinal
   uint64_t staged = 0;                      // receivers that have the row (and sidecar) in staging
@@ -52,26 +45,19 @@ void send_token(const Movement& movement, const ScatterInput& input, int64_t tok
     seen |= bit;
     if (!movement.is_live(route)) continue;
 
-    std::byte* in_place = movement.rows_of(route.rank);
-    if (in_place != nullptr) std::memcpy(in_place + call.row_of_slot(route.slot) * bytes, row, static_cast<size_t>(bytes));
-    if ((staged & bit) == 0) {
-      staged |= bit;
-      const int64_t staging_row = scatter_staging_row(layout, shape, window.rank, token, first_slot[rank_ordinal]);
-      if (in_place == nullptr)
-        std::memcpy(window.at<std::byte>(route.rank, layout.scatter_rows.offset + staging_row * layout.row_stride), row,
-                    static_cast<size_t>(bytes));
-      if (input.sidecar_bytes > 0)
-        std::memcpy(window.at<std::byte>(route.rank, layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride),
-                    input.sidecar + token * input.sidecar_bytes, static_cast<size_t>(input.sidecar_bytes));
-    }
-    if (input.weights != nullptr)
-      window.at<float>(route.rank, layout.scatter_weights.offset)[route.slot] = input.weights[token * call.top_k + k];
+    sender.store_in_place(token, route.rank, route.slot);
+    if ((staged & bit) == 0)
+      sender.stage(token, route.rank,
+                   scatter_staging_row(context.layout, context.shape, context.rank, token, first_slot[rank_ordinal]));
+    staged |= bit;
+    if (weights != nullptr) staging.weights(route.rank)[route.slot] = weights[token * call.top_k + k];
   }
 }
 
 void send_rows(const Movement& movement, const ScatterInput& input) {
+  const RowSender sender(movement.group, movement.call, input.tokens);
   for (int64_t token = 0; token < movement.call.num_tokens; ++token)
-    send_token(movement, input, token);
+    send_token(movement, sender, input.weights, token);
 }
 
 // Passes each kept slot below N to receiver.store(), or to receiver.zero() where the slot's source rank is not active; and each
@@ -79,13 +65,10 @@ void send_rows(const Movement& movement, const ScatterInput& input) {
 template <typename Receiver>
 void receive_rows(const Movement& movement, const Receiver& receiver) {
   const MovementCall& call = movement.call;
-  const PeerWindow& window = movement.group.window;
-  const GroupShape& shape = movement.group.context.shape;
-  const WindowLayout& layout = movement.group.context.layout;
+  const GroupContext& context = movement.group.context;
   const HandleReader& plan = movement.plan;
-  const int64_t bytes = row_bytes(call);
-  const std::byte* own_rows = movement.rows_of(window.rank);
-  const auto* weights = window.local<float>(layout.scatter_weights.offset);
+  RowReceiver rows(movement.group, call);
+  const float* const weights = ScatterStaging(movement.group).weights(context.rank);
   HandleLimits::Zone zone{};
   for (int index = 0; index < movement.num_zones(); ++index) {
     zone = movement.zone(index, zone.end);
@@ -93,9 +76,8 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
       const SlotRecord& record = plan.slot_records[first_slot];
       if (record.first == 0) continue; // the chain of its token reaches this slot
       if (!movement.limits.has_origin(record)) continue;
-      const int64_t staging_row = scatter_staging_row(layout, shape, record.source, record.token, first_slot);
-      const auto* staged_row = window.local<std::byte>(layout.scatter_rows.offset + staging_row * layout.row_stride);
-      const auto* sidecar = window.local<std::byte>(layout.scatter_sidecars.offset + staging_row * layout.sidecar_stride);
+      const int64_t staging_row =
+          scatter_staging_row(context.layout, context.shape, record.source, record.token, first_slot);
       for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
            chain.advance()) {
         const int64_t slot = chain.slot();
@@ -104,8 +86,7 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
           receiver.zero(slot);
           continue;
         }
-        const std::byte* row = own_rows != nullptr ? own_rows + call.row_of_slot(slot) * bytes : staged_row;
-        receiver.store(ReceivedRow{slot, row, sidecar, weights[slot]});
+        receiver.store(ReceivedRow{slot, rows.row(slot, staging_row), rows.sidecar(staging_row), weights[slot]});
       }
     }
     for (int64_t pad = zone.end_of_rows; receiver.clears_pads() && pad < zone.end && pad < call.recv_rows; ++pad)
@@ -129,11 +110,7 @@ struct DispatchReceiver {
   bool clears_pads() const { return call.clears_pads; }
 
   void store(const ReceivedRow& received) const {
-    std::byte* row = call.recv_tokens + received.slot * row_bytes;
-    if (row != received.row) std::memcpy(row, received.row, static_cast<size_t>(row_bytes));
-    if (call.sidecar_bytes > 0)
-      std::memcpy(call.recv_sidecar + received.slot * call.sidecar_bytes, received.sidecar,
-                  static_cast<size_t>(call.sidecar_bytes));
+    store_received(call, received.slot, received.row, received.sidecar);
     if (call.recv_weights != nullptr) call.recv_weights[received.slot] = received.weight;
   }
 
@@ -173,7 +150,7 @@ CallDescriptor dispatch_descriptor(const HostGroup& group, const DispatchCall& c
   return describe(call, place_of(group, call, call.recv_tokens));
 }
 ScatterInput dispatch_input(const DispatchCall& call) {
-  return {call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes};
+  return {{call.tokens, call.sidecar, call.sidecar_bytes}, call.topk_weights};
 }
 
 } // namespace
@@ -200,7 +177,7 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
 
 void combine_bwd(HostGroup& group, const CombineBwdCall& call) {
   const DefaultFloatEnvironment environment;
-  const ScatterInput input{call.grad_out, nullptr, nullptr, 0};
+  const ScatterInput input{{call.grad_out, nullptr, 0}, nullptr};
   scatter(group, call, input, describe(call, place_of(group, call, call.grad_expert_out)),
           CombineBwdReceiver{call, row_bytes(call)});
 }
