@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include "base/dtypes.h"
+#include "base/operations.h"
 #include "epx/epx.h"
 
 namespace epx {
@@ -43,32 +44,12 @@ constexpr const char* name_of(epx_operation operation) {
   switch (operation) {
   case EPX_OP_NONE:
     return "none";
-  case EPX_OP_PREPARE:
-    return "prepare";
-  case EPX_OP_DISPATCH:
-    return "dispatch";
-  case EPX_OP_COMBINE:
-    return "combine";
-  case EPX_OP_COMBINE_BWD:
-    return "combine_bwd";
-  case EPX_OP_DISPATCH_BWD:
-    return "dispatch_bwd";
-  case EPX_OP_MEM_ALLOC:
-    return "mem_alloc";
-  case EPX_OP_MEM_FREE:
-    return "mem_free";
-  case EPX_OP_DISPATCH_RANK_MAJOR:
-    return "dispatch_rank_major";
-  case EPX_OP_COMBINE_RANK_MAJOR:
-    return "combine_rank_major";
-  case EPX_OP_COMBINE_RANK_MAJOR_BWD:
-    return "combine_rank_major_bwd";
-  case EPX_OP_DISPATCH_RANK_MAJOR_BWD:
-    return "dispatch_rank_major_bwd";
-  case EPX_OP_PREPARE_DISPATCH:
-    return "prepare_dispatch";
-  case EPX_OP_ALL_GATHER:
-    return "all_gather";
+#define EPX_CASE(NUMBER, name, ...)                                                                                        \
+  case EPX_OP_##NUMBER:                                                                                                    \
+    return #name;
+    EPX_OPERATIONS(EPX_CASE)
+    EPX_HOST_CALLS(EPX_CASE)
+#undef EPX_CASE
   }
   return "unknown operation";
 }

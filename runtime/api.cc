@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/names.h"
+#include "base/operations.h"
 #include "epx/epx.h"
 #include "runtime/arguments.h"
 #include "runtime/config.h"
@@ -132,12 +133,13 @@ epx_status in_call(const char* function, epx_group group, Body&& body) {
   });
 }
 
-// One of the operations. `run` gets the call that the args describe.
-template <typename Args, typename Run>
-epx_status operation(const char* function, epx_group group, const Args* args, const Run& run) {
-  return in_call(function, group, [&](Group& target) {
-    require_pointer(function, "args", args);
-    run(target.backend().stages(), check(target.context(), read_args(args)));
+// One of the operations. `stage` makes the call that the args describe.
+template <typename Args, typename Call>
+epx_status operation(epx_group group, const Args* args, void (Stages::*stage)(const Call&)) {
+  constexpr const char* kFunction = OperationOf<Args>::kFunction;
+  return in_call(kFunction, group, [&](Group& target) {
+    require_pointer(kFunction, "args", args);
+    (target.backend().stages().*stage)(check(target.context(), read_args(args)));
   });
 }
 
@@ -309,46 +311,9 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
   });
 }
 
-epx_status epx_prepare(epx_group group, const epx_prepare_args* args) {
-  return operation("epx_prepare", group, args, [](Stages& stages, const auto& call) { stages.prepare(call); });
-}
-
-epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args) {
-  return operation("epx_dispatch", group, args, [](Stages& stages, const auto& call) { stages.dispatch(call); });
-}
-
-epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args) {
-  return operation("epx_prepare_dispatch", group, args,
-                   [](Stages& stages, const auto& call) { stages.prepare_dispatch(call); });
-}
-
-epx_status epx_combine(epx_group group, const epx_combine_args* args) {
-  return operation("epx_combine", group, args, [](Stages& stages, const auto& call) { stages.combine(call); });
-}
-
-epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args) {
-  return operation("epx_combine_bwd", group, args, [](Stages& stages, const auto& call) { stages.combine_bwd(call); });
-}
-
-epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args* args) {
-  return operation("epx_dispatch_bwd", group, args, [](Stages& stages, const auto& call) { stages.dispatch_bwd(call); });
-}
-
-epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args) {
-  return operation("epx_dispatch_rank_major", group, args,
-                   [](Stages& stages, const auto& call) { stages.dispatch_rank_major(call); });
-}
-
-epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args) {
-  return operation("epx_combine_rank_major", group, args, [](Stages& stages, const auto& call) { stages.combine(call); });
-}
-
-epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args) {
-  return operation("epx_combine_rank_major_bwd", group, args,
-                   [](Stages& stages, const auto& call) { stages.combine_bwd(call); });
-}
-
-epx_status epx_dispatch_rank_major_bwd(epx_group group, const epx_dispatch_rank_major_bwd_args* args) {
-  return operation("epx_dispatch_rank_major_bwd", group, args,
-                   [](Stages& stages, const auto& call) { stages.dispatch_bwd(call); });
-}
+#define EPX_DEFINE(NUMBER, name, first_bytes, Call, stage)                                                                 \
+  epx_status epx_##name(epx_group group, const epx_##name##_args* args) {                                                  \
+    return operation(group, args, &Stages::stage);                                                                         \
+  }
+EPX_OPERATIONS(EPX_DEFINE)
+#undef EPX_DEFINE

@@ -37,7 +37,10 @@ enum class Direction { kIn, kOut };
 // Checks the arguments of one call: each tensor by itself, then that no output overlaps anything.
 class Checker {
 public:
-  Checker(const GroupContext& context, const char* function) : context_(context), function_(function) {}
+  // Checks args of this type.
+  template <typename ArgsStruct>
+  Checker(const GroupContext& context, const ArgsStruct&)
+      : context_(context), function_(OperationOf<ArgsStruct>::kFunction) {}
 
   template <typename... Args>
   [[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) const {
@@ -270,10 +273,9 @@ T* pointer_of(const epx_tensor* tensor) {
 }
 
 template <typename ArgsStruct>
-MovementCall movement(epx_operation operation, const ArgsStruct& args, int alignment, const epx_tensor& token_side,
-                      const epx_tensor& slot_side) {
+MovementCall movement(const ArgsStruct& args, int alignment, const epx_tensor& token_side, const epx_tensor& slot_side) {
   return {args.stream,
-          operation,
+          OperationOf<ArgsStruct>::kNumber,
           args.layer.top_k,
           alignment,
           static_cast<const std::byte*>(args.handle_mem),
@@ -287,9 +289,9 @@ MovementCall movement(epx_operation operation, const ArgsStruct& args, int align
 }
 
 template <typename ArgsStruct>
-MovementCall rank_major_movement(const GroupContext& context, epx_operation operation, const ArgsStruct& args,
-                                 const epx_tensor& token_side, const epx_tensor& row_side) {
-  MovementCall call = movement(operation, args, 1, token_side, row_side);
+MovementCall rank_major_movement(const GroupContext& context, const ArgsStruct& args, const epx_tensor& token_side,
+                                 const epx_tensor& row_side) {
+  MovementCall call = movement(args, 1, token_side, row_side);
   call.recv_rows = row_side.sizes[0] * row_side.sizes[1];
   call.rows_per_source = row_side.sizes[1];
   call.slots_per_source = slots_per_source(context.shape, row_side.sizes[1]);
@@ -367,11 +369,11 @@ void check_row_tensors(Checker& checker, const ArgsStruct& args) {
 }
 
 template <typename ArgsStruct>
-DispatchCall dispatch_call(epx_operation operation, const ArgsStruct& args, int alignment) {
+DispatchCall dispatch_call(const ArgsStruct& args, int alignment) {
   const epx_tensor& tokens = *args.tokens;
   const epx_tensor& recv_tokens = *args.recv_tokens;
   DispatchCall call{};
-  static_cast<MovementCall&>(call) = movement(operation, args, alignment, tokens, recv_tokens);
+  static_cast<MovementCall&>(call) = movement(args, alignment, tokens, recv_tokens);
   call.tokens = pointer_of<const std::byte>(args.tokens);
   call.sidecar_bytes = tokens.sidecar_row_bytes;
   call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
@@ -400,7 +402,7 @@ int require_layer(const GroupContext& context, const epx_layer& layer, const cha
 }
 
 PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
-  Checker checker(context, "epx_prepare");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kOut);
   check_plan_tensors(checker, context, args);
   checker.no_overlap();
@@ -408,15 +410,15 @@ PrepareCall check(const GroupContext& context, const epx_prepare_args& args) {
 }
 
 DispatchCall check(const GroupContext& context, const epx_dispatch_args& args) {
-  Checker checker(context, "epx_dispatch");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kIn);
   check_row_tensors(checker, args);
   checker.no_overlap();
-  return dispatch_call(EPX_OP_DISPATCH, args, alignment);
+  return dispatch_call(args, alignment);
 }
 
 PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatch_args& args) {
-  Checker checker(context, "epx_prepare_dispatch");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kOut);
   check_plan_tensors(checker, context, args);
   check_row_tensors(checker, args);
@@ -424,11 +426,11 @@ PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatc
     checker.refuse("tokens has T = sizes[0] = {}; it must be {}, that of topk_idx", args.tokens->sizes[0],
                    args.topk_idx->sizes[0]);
   checker.no_overlap();
-  return {prepare_call(args, alignment), dispatch_call(EPX_OP_PREPARE_DISPATCH, args, alignment)};
+  return {prepare_call(args, alignment), dispatch_call(args, alignment)};
 }
 
 CombineCall check(const GroupContext& context, const epx_combine_args& args) {
-  Checker checker(context, "epx_combine");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kIn);
   checker.token_rows(args.expert_out, "expert_out", "N", Direction::kIn);
   const epx_tensor& expert_out = *args.expert_out;
@@ -440,7 +442,7 @@ CombineCall check(const GroupContext& context, const epx_combine_args& args) {
   checker.no_overlap();
 
   CombineCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE, args, alignment, *args.out, expert_out);
+  static_cast<MovementCall&>(call) = movement(args, alignment, *args.out, expert_out);
   call.expert_out = pointer_of<const std::byte>(args.expert_out);
   call.recv_weights = pointer_of<const float>(args.recv_weights);
   call.out = pointer_of<std::byte>(args.out);
@@ -448,7 +450,7 @@ CombineCall check(const GroupContext& context, const epx_combine_args& args) {
 }
 
 CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args) {
-  Checker checker(context, "epx_combine_bwd");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kIn);
   checker.token_rows(args.grad_out, "grad_out", "T", Direction::kIn);
   const epx_tensor& grad_out = *args.grad_out;
@@ -467,7 +469,7 @@ CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& ar
   checker.no_overlap();
 
   CombineBwdCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_COMBINE_BWD, args, alignment, grad_out, *args.grad_expert_out);
+  static_cast<MovementCall&>(call) = movement(args, alignment, grad_out, *args.grad_expert_out);
   call.grad_out = pointer_of<const std::byte>(args.grad_out);
   call.expert_out = pointer_of<const std::byte>(args.expert_out);
   call.recv_weights = pointer_of<const float>(args.recv_weights);
@@ -477,7 +479,7 @@ CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& ar
 }
 
 DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args) {
-  Checker checker(context, "epx_dispatch_bwd");
+  Checker checker(context, args);
   const int alignment = checker.common(args, Direction::kIn);
   checker.token_rows(args.grad_recv, "grad_recv", "N", Direction::kIn);
   const epx_tensor& grad_recv = *args.grad_recv;
@@ -495,7 +497,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& 
   checker.no_overlap();
 
   DispatchBwdCall call{};
-  static_cast<MovementCall&>(call) = movement(EPX_OP_DISPATCH_BWD, args, alignment, grad_tokens, grad_recv);
+  static_cast<MovementCall&>(call) = movement(args, alignment, grad_tokens, grad_recv);
   call.grad_recv = pointer_of<const std::byte>(args.grad_recv);
   call.grad_recv_weights = pointer_of<const float>(args.grad_recv_weights);
   call.grad_tokens = pointer_of<std::byte>(args.grad_tokens);
@@ -504,7 +506,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& 
 }
 
 DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank_major_args& args) {
-  Checker checker(context, "epx_dispatch_rank_major");
+  Checker checker(context, args);
   checker.rank_major_common(args, Direction::kOut);
   checker.token_rows(args.tokens, "tokens", "T", Direction::kIn, true);
   const epx_tensor& tokens = *args.tokens;
@@ -536,7 +538,7 @@ DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank
   checker.no_overlap();
 
   DispatchRankMajorCall call{};
-  static_cast<MovementCall&>(call) = rank_major_movement(context, EPX_OP_DISPATCH_RANK_MAJOR, args, tokens, recv_tokens);
+  static_cast<MovementCall&>(call) = rank_major_movement(context, args, tokens, recv_tokens);
   call.tokens = pointer_of<const std::byte>(args.tokens);
   call.sidecar_bytes = tokens.sidecar_row_bytes;
   call.sidecar = static_cast<const std::byte*>(tokens.sidecar);
@@ -555,7 +557,7 @@ DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank
 }
 
 CombineCall check(const GroupContext& context, const epx_combine_rank_major_args& args) {
-  Checker checker(context, "epx_combine_rank_major");
+  Checker checker(context, args);
   checker.rank_major_common(args, Direction::kIn);
   checker.rank_major_sums();
   checker.rank_major_rows(args.expert_out, "expert_out", Direction::kIn);
@@ -566,14 +568,14 @@ CombineCall check(const GroupContext& context, const epx_combine_rank_major_args
   checker.no_overlap();
 
   CombineCall call{};
-  static_cast<MovementCall&>(call) = rank_major_movement(context, EPX_OP_COMBINE_RANK_MAJOR, args, *args.out, expert_out);
+  static_cast<MovementCall&>(call) = rank_major_movement(context, args, *args.out, expert_out);
   call.expert_out = pointer_of<const std::byte>(args.expert_out);
   call.out = pointer_of<std::byte>(args.out);
   return call;
 }
 
 CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_bwd_args& args) {
-  Checker checker(context, "epx_combine_rank_major_bwd");
+  Checker checker(context, args);
   checker.rank_major_common(args, Direction::kIn);
   checker.token_rows(args.grad_out, "grad_out", "T", Direction::kIn);
   const epx_tensor& grad_out = *args.grad_out;
@@ -585,15 +587,14 @@ CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_b
   checker.no_overlap();
 
   CombineBwdCall call{};
-  static_cast<MovementCall&>(call) =
-      rank_major_movement(context, EPX_OP_COMBINE_RANK_MAJOR_BWD, args, grad_out, *args.grad_expert_out);
+  static_cast<MovementCall&>(call) = rank_major_movement(context, args, grad_out, *args.grad_expert_out);
   call.grad_out = pointer_of<const std::byte>(args.grad_out);
   call.grad_expert_out = pointer_of<std::byte>(args.grad_expert_out);
   return call;
 }
 
 DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major_bwd_args& args) {
-  Checker checker(context, "epx_dispatch_rank_major_bwd");
+  Checker checker(context, args);
   checker.rank_major_common(args, Direction::kIn);
   checker.rank_major_sums();
   checker.rank_major_rows(args.grad_recv, "grad_recv", Direction::kIn);
@@ -614,8 +615,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major
   checker.no_overlap();
 
   DispatchBwdCall call{};
-  static_cast<MovementCall&>(call) =
-      rank_major_movement(context, EPX_OP_DISPATCH_RANK_MAJOR_BWD, args, grad_tokens, grad_recv);
+  static_cast<MovementCall&>(call) = rank_major_movement(context, args, grad_tokens, grad_recv);
   call.grad_recv = pointer_of<const std::byte>(args.grad_recv);
   call.grad_recv_weights = pointer_of<const float>(args.grad_recv_weights);
   call.grad_tokens = pointer_of<std::byte>(args.grad_tokens);

@@ -3,6 +3,7 @@
 // throws INVALID_ARGUMENT, or UNSUPPORTED for rank-major calls of a group of several nodes, before anything has happened.
 #pragma once
 
+#include "base/operations.h"
 #include "epx/epx.h"
 #include "runtime/group_context.h"
 #include "runtime/stages/stages.h"
@@ -12,16 +13,10 @@ namespace epx {
 // Returns the effective alignment. Throws when the layer does not fit the group.
 int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
 
-PrepareCall check(const GroupContext& context, const epx_prepare_args& args);
-DispatchCall check(const GroupContext& context, const epx_dispatch_args& args);
-PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatch_args& args);
-CombineCall check(const GroupContext& context, const epx_combine_args& args);
-CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args);
-DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args);
-DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank_major_args& args);
-CombineCall check(const GroupContext& context, const epx_combine_rank_major_args& args);
-CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_bwd_args& args);
-DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major_bwd_args& args);
+#define EPX_CHECK(NUMBER, name, first_bytes, Call, ...)                                                                    \
+  Call check(const GroupContext& context, const epx_##name##_args& args);
+EPX_OPERATIONS(EPX_CHECK)
+#undef EPX_CHECK
 
 // Throws when `pointer` is NULL.
 void require_pointer(const char* function, const char* name, const void* pointer);

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "base/operations.h"
 #include "epx/epx.h"
 
 namespace epx {
@@ -21,36 +22,20 @@ struct GrowingStruct {
   size_t first_size = 0; // bytes in the first version that has the struct: no caller's is smaller
 };
 
-// The structs that may grow, with their sizes in 0.1.
+// The structs that may grow, with their sizes in the first version that had them.
 template <typename Struct>
 inline constexpr GrowingStruct kGrowingStruct = {};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_prepare_args> = {"epx_prepare_args", 96};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_args> = {"epx_dispatch_args", 72};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_combine_args> = {"epx_combine_args", 64};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_combine_bwd_args> = {"epx_combine_bwd_args", 80};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_bwd_args> = {"epx_dispatch_bwd_args", 72};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_group_info> = {"epx_group_info", 88};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_memory_plan> = {"epx_memory_plan", 104};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_group_report> = {"epx_group_report", 1480};
-// These structs are newer than 0.1; the sizes are those of the first version that has them.
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_args> = {"epx_dispatch_rank_major_args", 96};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_combine_rank_major_args> = {"epx_combine_rank_major_args", 56};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_combine_rank_major_bwd_args> = {"epx_combine_rank_major_bwd_args", 56};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_dispatch_rank_major_bwd_args> = {"epx_dispatch_rank_major_bwd_args", 72};
-template <>
-inline constexpr GrowingStruct kGrowingStruct<epx_prepare_dispatch_args> = {"epx_prepare_dispatch_args", 136};
+#define EPX_GROWING_ARGS(NUMBER, name, first_bytes, ...)                                                                   \
+  template <>                                                                                                              \
+  inline constexpr GrowingStruct kGrowingStruct<epx_##name##_args> = {"epx_" #name "_args", first_bytes};
+EPX_OPERATIONS(EPX_GROWING_ARGS)
+#undef EPX_GROWING_ARGS
 
 // The structs that never grow, since what fills them in, or reads them as a part of another one, is not told their size.
 static_assert(sizeof(epx_group_config) == 128 && sizeof(epx_bootstrap) == 64 && sizeof(epx_tensor) == 80 &&

@@ -12,6 +12,7 @@
 
 #include "base/checked_math.h"
 #include "base/dtypes.h"
+#include "base/operations.h"
 #include "runtime/config.h"
 #include "transport/peer_window.h"
 
@@ -156,8 +157,6 @@ struct Region {
   int64_t offset;
   int64_t bytes;
 };
-
-constexpr epx_operation kLastOperation = EPX_OP_ALL_GATHER; // the largest number of one
 
 // Says who ended the group and why. It is packed into one word so that one compare-and-swap publishes all of it. The word is 0
 // while nobody has.

@@ -116,17 +116,22 @@ struct DispatchBwdCall : MovementCall {
   float* grad_topk_weights;       // [T, K]; NULL iff grad_recv_weights is
 };
 
+// X(stage, Call): what makes each kind of call. The last three serve both layouts; call.operation says which.
+#define EPX_STAGES(X)                                                                                                      \
+  X(prepare, PrepareCall)                                                                                                  \
+  X(dispatch, DispatchCall)                                                                                                \
+  X(prepare_dispatch, PrepareDispatchCall)                                                                                 \
+  X(dispatch_rank_major, DispatchRankMajorCall)                                                                            \
+  X(combine, CombineCall)                                                                                                  \
+  X(combine_bwd, CombineBwdCall)                                                                                           \
+  X(dispatch_bwd, DispatchBwdCall)
+
 class Stages {
 public:
   virtual ~Stages() = default;
-  virtual void prepare(const PrepareCall& call) = 0;
-  virtual void dispatch(const DispatchCall& call) = 0;
-  virtual void prepare_dispatch(const PrepareDispatchCall& call) = 0;
-  virtual void dispatch_rank_major(const DispatchRankMajorCall& call) = 0;
-  // These serve both layouts; call.operation says which.
-  virtual void combine(const CombineCall& call) = 0;
-  virtual void combine_bwd(const CombineBwdCall& call) = 0;
-  virtual void dispatch_bwd(const DispatchBwdCall& call) = 0;
+#define EPX_STAGE(stage, Call) virtual void stage(const Call& call) = 0;
+  EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
 };
 
 } // namespace epx

@@ -6,15 +6,9 @@
 #include <string>
 #include <utility>
 
+#include "base/operations.h"
+
 namespace epx::cuda {
-namespace {
-
-bool has_kernel(epx_operation operation) {
-  return operation != EPX_OP_MEM_ALLOC && operation != EPX_OP_MEM_FREE && operation != EPX_OP_ALL_GATHER;
-}
-
-} // namespace
-
 void RecordReader::read(std::optional<CallName> call) {
   const std::scoped_lock lock(mutex_);
   read_events();
@@ -124,7 +118,7 @@ Failure RecordReader::format_abort_record(const FailureRecord& record, CallName 
   const bool had_arrived = abort_record.phase != EPX_PHASE_ARRIVE && abort_record.culprit != context_.rank &&
                            record.culprit_arrived_at >= abort_record.sequence;
   // The peer that gave up has looked at the launch counts; what the culprit had launched by then is no longer known here.
-  if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived && has_kernel(abort_record.operation) &&
+  if (abort_record.status == EPX_ERROR_TIMEOUT && !had_arrived && !is_host_call(abort_record.operation) &&
       kernel_of(abort_record.culprit, abort_record.sequence) != CulpritKernel::none)
     failure.message += kernel_words(CulpritKernel::unknown, name_of_rank(abort_record.culprit), abort_record.operation);
   return failure;

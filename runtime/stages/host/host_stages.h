@@ -2,14 +2,14 @@
 // The host stages run on shared memory: one thread per rank loops over rows and stores them into the peers' windows.
 #pragma once
 
-#include "runtime/stages/host/gather/gather.h"
-#include "runtime/stages/host/prepare/prepare.h"
 #include "runtime/stages/host/protocol/host_group.h"
-#include "runtime/stages/host/rank_major/rank_major.h"
-#include "runtime/stages/host/scatter/scatter.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::host {
+
+#define EPX_STAGE(stage, Call) void stage(HostGroup& group, const Call& call);
+EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
 
 class HostStages : public Stages {
 public:
@@ -18,13 +18,12 @@ public:
              StatusBoard& status)
       : group_(context, window, allocations, protocol, status) {}
 
-  void prepare(const PrepareCall& call) override { host::prepare(group_, call); }
-  void dispatch(const DispatchCall& call) override { host::dispatch(group_, call); }
-  void prepare_dispatch(const PrepareDispatchCall& call) override { host::prepare_dispatch(group_, call); }
-  void dispatch_rank_major(const DispatchRankMajorCall& call) override { host::dispatch_rank_major(group_, call); }
-  void combine(const CombineCall& call) override { host::combine(group_, call); }
-  void combine_bwd(const CombineBwdCall& call) override { host::combine_bwd(group_, call); }
-  void dispatch_bwd(const DispatchBwdCall& call) override { host::dispatch_bwd(group_, call); }
+#define EPX_STAGE(stage, Call)                                                                                             \
+  void stage(const Call& call) override {                                                                                  \
+    host::stage(group_, call);                                                                                             \
+  }
+  EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
 
 private:
   HostGroup group_;

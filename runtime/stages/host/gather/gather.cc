@@ -10,13 +10,12 @@
 // When the rows of all ranks lie in registered memory, nothing is staged: the home rank computes the same sums in the same
 // order, and reads the rows where they are. Sums by node have one step of rounding more than that knows, and are staged.
 
-#include "runtime/stages/host/gather/gather.h"
-
 #include <algorithm>
 #include <array>
 #include <cstring>
 
 #include "runtime/stages/host/gather/row_sums.h"
+#include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/rank_major/rank_major.h"
 #include "runtime/stages/host/rows/float_environment.h"

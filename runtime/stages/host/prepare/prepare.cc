@@ -14,6 +14,7 @@
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/slots.h"
 #include "runtime/stages/call_descriptor.h"
+#include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/reports.h"
 
 namespace epx::host {

@@ -31,6 +31,4 @@ private:
   std::array<int64_t, 5> info_{};
 };
 
-void prepare(HostGroup& group, const PrepareCall& call);
-
 } // namespace epx::host

@@ -11,6 +11,7 @@
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/rank_major.h"
 #include "runtime/layout/slots.h"
+#include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/rows/row_sender.h"
 #include "runtime/stages/host/rows/staging.h"

@@ -9,8 +9,6 @@
 
 namespace epx::host {
 
-void dispatch_rank_major(HostGroup& group, const DispatchRankMajorCall& call);
-
 // dispatch_rank_major_bwd: each rank stores `weights` [P, M, K] of the routes that it received into the staging of their home
 // ranks, ...
 void send_rank_major_weights_home(const Movement& movement, const float* weights);

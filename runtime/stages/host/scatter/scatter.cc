@@ -2,11 +2,10 @@
 // Scatter moves rows from tokens to slots. dispatch copies them; combine_bwd scales them, and its receiver computes their dot
 // products.
 
-#include "runtime/stages/host/scatter/scatter.h"
-
 #include <array>
 #include <cstring>
 
+#include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/prepare/prepare.h"
 #include "runtime/stages/host/rows/float_environment.h"
