@@ -3,6 +3,7 @@
 
 import ctypes
 import enum
+import typing
 from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 
 from ._library import libepx
@@ -225,45 +226,58 @@ class Layer(ctypes.Structure):
     _fields_ = [("top_k", c_int32), ("alignment", c_int32)]
 
 
-def _call_args(c_name, tensors, more=()):
-    """The args struct of an operation: they differ in their tensors, and in the fields `more` behind these."""
-    return type(
-        c_name,
-        (ctypes.Structure,),
-        {
-            "_c_name_": c_name,
-            "_fields_": [
-                ("struct_size", c_size_t),
-                ("layer", Layer),
-                ("handle_mem", c_void_p),
-                ("handle_mem_bytes", c_size_t),
-                ("stream", c_void_p),
-            ]
-            + [(name, POINTER(Tensor)) for name in tensors.split()]
-            + list(more),
-        },
-    )
+class Call(typing.NamedTuple):
+    """An operation's args struct, its size in bytes, and its function."""
+
+    struct: type[ctypes.Structure]
+    struct_size: int
+    function: typing.Callable
 
 
-_PREPARE, _DISPATCH = (
+def _call(name, tensors, more=()):
+    """The operation epx_<name>: args structs differ in their tensors, and in the fields `more` behind these."""
+    c_name = f"epx_{name}_args"
+    fields = [
+        ("struct_size", c_size_t),
+        ("layer", Layer),
+        ("handle_mem", c_void_p),
+        ("handle_mem_bytes", c_size_t),
+        ("stream", c_void_p),
+        *[(tensor, POINTER(Tensor)) for tensor in tensors.split()],
+        *more,
+    ]
+    struct = type(c_name, (ctypes.Structure,), {"_c_name_": c_name, "_fields_": fields})
+    return Call(struct, ctypes.sizeof(struct), _declare(libepx, f"epx_{name}", c_int32, GROUP, POINTER(struct)))
+
+
+def _declare(library, name, result, *arguments):
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+GROUP = c_void_p
+_PLAN, _ROWS, _PADS = (
     "topk_idx counts offsets global_counts info slot slot_origin",
     "tokens topk_weights recv_tokens recv_weights",
+    [("pads", c_int32), ("reserved0", c_int32)],
 )
-_PADS = [("pads", c_int32), ("reserved0", c_int32)]
-PrepareArgs = _call_args("epx_prepare_args", _PREPARE)
-DispatchArgs = _call_args("epx_dispatch_args", _DISPATCH, _PADS)
-PrepareDispatchArgs = _call_args("epx_prepare_dispatch_args", f"{_PREPARE} {_DISPATCH}", _PADS)
-CombineArgs = _call_args("epx_combine_args", "expert_out recv_weights out")
-CombineBwdArgs = _call_args("epx_combine_bwd_args", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights")
-DispatchBwdArgs = _call_args("epx_dispatch_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights")
-DispatchRankMajorArgs = _call_args(
-    "epx_dispatch_rank_major_args", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts"
-)
-CombineRankMajorArgs = _call_args("epx_combine_rank_major_args", "expert_out out")
-CombineRankMajorBwdArgs = _call_args("epx_combine_rank_major_bwd_args", "grad_out grad_expert_out")
-DispatchRankMajorBwdArgs = _call_args(
-    "epx_dispatch_rank_major_bwd_args", "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
-)
+_GRADS = "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
+CALLS = {
+    name: _call(name, *fields)
+    for name, *fields in (
+        ("prepare", _PLAN),
+        ("dispatch", _ROWS, _PADS),
+        ("prepare_dispatch", f"{_PLAN} {_ROWS}", _PADS),
+        ("combine", "expert_out recv_weights out"),
+        ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights"),
+        ("dispatch_bwd", _GRADS),
+        ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts"),
+        ("combine_rank_major", "expert_out out"),
+        ("combine_rank_major_bwd", "grad_out grad_expert_out"),
+        ("dispatch_rank_major_bwd", _GRADS),
+    )
+}
 
 STRUCTS = [
     Tensor,
@@ -273,16 +287,7 @@ STRUCTS = [
     MemoryPlan,
     GroupReport,
     Layer,
-    PrepareArgs,
-    DispatchArgs,
-    PrepareDispatchArgs,
-    CombineArgs,
-    CombineBwdArgs,
-    DispatchBwdArgs,
-    DispatchRankMajorArgs,
-    CombineRankMajorArgs,
-    CombineRankMajorBwdArgs,
-    DispatchRankMajorBwdArgs,
+    *[call.struct for call in CALLS.values()],
 ]
 ENUMS = [
     ("EPX_OP_", Operation),
@@ -294,14 +299,6 @@ ENUMS = [
     ("EPX_PADS_", Pads),
 ]
 
-
-def _declare(library, name, result, *arguments):
-    function = getattr(library, name)
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
-GROUP = c_void_p
 INTERRUPT_CHECK = CFUNCTYPE(c_int32)
 epx_last_error = _declare(libepx, "epx_last_error", c_char_p)
 epx_bootstrap_file = _declare(
@@ -318,13 +315,3 @@ epx_group_query = _declare(libepx, "epx_group_query", c_int32, GROUP, POINTER(Gr
 epx_group_memory_plan = _declare(libepx, "epx_group_memory_plan", c_int32, POINTER(GroupConfig), c_int32, POINTER(MemoryPlan))
 epx_group_status = _declare(libepx, "epx_group_status", c_int32, GROUP, POINTER(GroupReport))
 epx_handle_mem_size = _declare(libepx, "epx_handle_mem_size", c_int32, GROUP, POINTER(Layer), POINTER(c_size_t))
-epx_prepare = _declare(libepx, "epx_prepare", c_int32, GROUP, POINTER(PrepareArgs))
-epx_dispatch = _declare(libepx, "epx_dispatch", c_int32, GROUP, POINTER(DispatchArgs))
-epx_prepare_dispatch = _declare(libepx, "epx_prepare_dispatch", c_int32, GROUP, POINTER(PrepareDispatchArgs))
-epx_combine = _declare(libepx, "epx_combine", c_int32, GROUP, POINTER(CombineArgs))
-epx_combine_bwd = _declare(libepx, "epx_combine_bwd", c_int32, GROUP, POINTER(CombineBwdArgs))
-epx_dispatch_bwd = _declare(libepx, "epx_dispatch_bwd", c_int32, GROUP, POINTER(DispatchBwdArgs))
-epx_dispatch_rank_major = _declare(libepx, "epx_dispatch_rank_major", c_int32, GROUP, POINTER(DispatchRankMajorArgs))
-epx_combine_rank_major = _declare(libepx, "epx_combine_rank_major", c_int32, GROUP, POINTER(CombineRankMajorArgs))
-epx_combine_rank_major_bwd = _declare(libepx, "epx_combine_rank_major_bwd", c_int32, GROUP, POINTER(CombineRankMajorBwdArgs))
-epx_dispatch_rank_major_bwd = _declare(libepx, "epx_dispatch_rank_major_bwd", c_int32, GROUP, POINTER(DispatchRankMajorBwdArgs))

@@ -232,7 +232,7 @@ class Group:
         self._require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
-        self._call(_structs.epx_prepare, _structs.PrepareArgs, plan, indices, *outputs)
+        self._call("prepare", plan, indices, *outputs)
         return read_only(plan)
 
     def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None) -> tuple:
@@ -250,7 +250,7 @@ class Group:
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
         views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
-        self._call(_structs.epx_dispatch, _structs.DispatchArgs, plan, *views, more=(member(Pads, pads, "pads"), 0))
+        self._call("dispatch", plan, *views, more=(member(Pads, pads, "pads"), 0))
         return received
 
     def prepare_dispatch(
@@ -279,15 +279,7 @@ class Group:
         is_sized = num_rows is not None or recv_tokens is not None
         rows = num_rows if is_sized else self.max_recv_tokens_per_rank
         views, received = self._dispatch_tensors(plan, tokens, topk_weights, rows, recv_tokens, sidecar)
-        self._call(
-            _structs.epx_prepare_dispatch,
-            _structs.PrepareDispatchArgs,
-            plan,
-            indices,
-            *outputs,
-            *views,
-            more=(member(Pads, pads, "pads"), 0),
-        )
+        self._call("prepare_dispatch", plan, indices, *outputs, *views, more=(member(Pads, pads, "pads"), 0))
         if not is_sized:
             received = [None if array is None else array[: plan.num_rows] for array in received]
         return read_only(plan), *received
@@ -304,7 +296,7 @@ class Group:
         weights = self._row_weights("recv_weights", recv_weights, expert_out)
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[1]), expert_out.dtype)
-        self._call(_structs.epx_combine, _structs.CombineArgs, plan, rows, weights, output("out", out))
+        self._call("combine", plan, rows, weights, output("out", out))
         return out
 
     def combine_bwd(
@@ -329,8 +321,7 @@ class Group:
             rows = tensor("expert_out", expert_out, grad_expert_out.shape, (grad_out.dtype,))
             grad_weights = numpy.empty(num_rows, _FLOAT32)
         self._call(
-            _structs.epx_combine_bwd,
-            _structs.CombineBwdArgs,
+            "combine_bwd",
             plan,
             grad,
             rows,
@@ -353,8 +344,7 @@ class Group:
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
         grad_weights = None if weights is None else numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
         self._call(
-            _structs.epx_dispatch_bwd,
-            _structs.DispatchBwdArgs,
+            "dispatch_bwd",
             plan,
             grad,
             weights,
@@ -401,8 +391,7 @@ class Group:
             weights = self._topk_weights(plan, topk_weights)
             recv_weights = numpy.zeros((*rows, top_k), _FLOAT32)
         self._call(
-            _structs.epx_dispatch_rank_major,
-            _structs.DispatchRankMajorArgs,
+            "dispatch_rank_major",
             plan,
             sent,
             indices,
@@ -426,7 +415,7 @@ class Group:
         rows = tensor("expert_out", expert_out, (self.num_ranks, plan.rows_per_rank, None))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
-        self._call(_structs.epx_combine_rank_major, _structs.CombineRankMajorArgs, plan, rows, output("out", out))
+        self._call("combine_rank_major", plan, rows, output("out", out))
         return out
 
     def combine_rank_major_bwd(self, plan, grad_out) -> numpy.ndarray:
@@ -439,13 +428,7 @@ class Group:
         require_plan(plan, RankMajorPlan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         grad_expert_out = numpy.zeros((self.num_ranks, plan.rows_per_rank, grad_out.shape[1]), grad_out.dtype)
-        self._call(
-            _structs.epx_combine_rank_major_bwd,
-            _structs.CombineRankMajorBwdArgs,
-            plan,
-            grad,
-            tensor("grad_expert_out", grad_expert_out),
-        )
+        self._call("combine_rank_major_bwd", plan, grad, tensor("grad_expert_out", grad_expert_out))
         return grad_expert_out
 
     def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
@@ -464,8 +447,7 @@ class Group:
             weights = tensor("grad_recv_weights", grad_recv_weights, (*rows, plan.top_k), (_FLOAT32,))
             grad_weights = numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
         self._call(
-            _structs.epx_dispatch_rank_major_bwd,
-            _structs.DispatchRankMajorBwdArgs,
+            "dispatch_rank_major_bwd",
             plan,
             grad,
             weights,
@@ -530,11 +512,12 @@ class Group:
         if self._info.transport != Transport.HOST:
             refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
 
-    def _call(self, function, struct, plan, *tensors, more=()):
+    def _call(self, name, plan, *tensors, more=()):
         handle = self.handle
         handle_mem = plan.handle_mem
-        args = struct(
-            _SIZE_OF[struct],
+        call = _structs.CALLS[name]
+        args = call.struct(
+            call.struct_size,
             self._layer(plan.top_k, plan.alignment),
             handle_mem.ctypes.data,
             handle_mem.nbytes,
@@ -542,7 +525,7 @@ class Group:
             *[None if view is None else _pointer(view) for view in tensors],
             *more,
         )
-        status = function(handle, args)
+        status = call.function(handle, args)
         if status:
             raise_call_failed(handle, status)
         _interrupt.reraise()

@@ -92,20 +92,21 @@ def overhead(group, shape, dtype):
     handle, memory = group.handle, plan.handle_mem
     numbers = ctypes.pointer(_structs.Tensor(info.unsafe_buffer_pointer(), 5, 1, (5,)))
 
-    def args(struct, *tensors, more=()):
+    def args(name, *tensors, more=()):
         address = memory.unsafe_buffer_pointer()
-        return struct(ctypes.sizeof(struct), _structs.Layer(shape.top_k, 1), address, memory.nbytes, None, *tensors, *more)
+        struct, struct_size, _ = _structs.CALLS[name]
+        return struct(struct_size, _structs.Layer(shape.top_k, 1), address, memory.nbytes, None, *tensors, *more)
 
     outputs = view(plan.counts), view(plan.offsets), view(plan.global_counts), numbers, None, None
-    prepare = args(_structs.PrepareArgs, view(idx), *outputs)
-    dispatch = args(_structs.DispatchArgs, view(tokens), None, view(rows), None, more=(0, 0))
-    combine = args(_structs.CombineArgs, view(rows), None, view(out))
+    prepare = args("prepare", view(idx), *outputs)
+    dispatch = args("dispatch", view(tokens), None, view(rows), None, more=(0, 0))
+    combine = args("combine", view(rows), None, view(out))
 
     def by_c(rounds):
         for _ in range(rounds):
-            assert _structs.epx_prepare(handle, prepare) == 0
-            assert _structs.epx_dispatch(handle, dispatch) == 0
-            assert _structs.epx_combine(handle, combine) == 0
+            assert _structs.CALLS["prepare"].function(handle, prepare) == 0
+            assert _structs.CALLS["dispatch"].function(handle, dispatch) == 0
+            assert _structs.CALLS["combine"].function(handle, combine) == 0
         synchronize()
 
     def by_jax(zero_unused, rounds):

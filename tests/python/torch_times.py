@@ -91,9 +91,10 @@ def overhead():
     rows, row_weights = epx.torch.dispatch(plan, tokens, weights, num_rows=4)
     memory, layer = plan.handle_mem, _structs.Layer(2, 1)
 
-    def c_call(function, struct, *tensors):
+    def c_call(name, *tensors):
+        struct, struct_size, function = _structs.CALLS[name]
         args = struct(
-            ctypes.sizeof(struct),
+            struct_size,
             layer,
             memory.data_ptr(),
             memory.numel(),
@@ -120,25 +121,24 @@ def overhead():
     for name, c, op, with_grad, backward, c_backward in (
         (
             "dispatch",
-            c_call(_structs.epx_dispatch, _structs.DispatchArgs, tokens, weights, rows, row_weights),
+            c_call("dispatch", tokens, weights, rows, row_weights),
             lambda: epx.torch.dispatch(plan, tokens, weights, num_rows=4),
             lambda: epx.torch.dispatch(plan, leaf, weights, num_rows=4),
             lambda: torch.autograd.grad(dispatched, leaf, row_ones, retain_graph=True),
-            c_call(_structs.epx_dispatch_bwd, _structs.DispatchBwdArgs, rows, None, grads[0], None),
+            c_call("dispatch_bwd", rows, None, grads[0], None),
         ),
         (
             "combine",
-            c_call(_structs.epx_combine, _structs.CombineArgs, rows, row_weights, out),
+            c_call("combine", rows, row_weights, out),
             lambda: epx.torch.combine(plan, rows, row_weights),
             lambda: epx.torch.combine(plan, row_leaf, row_weights),
             lambda: torch.autograd.grad(combined, row_leaf, ones, retain_graph=True),
-            c_call(_structs.epx_combine_bwd, _structs.CombineBwdArgs, tokens, None, row_weights, grads[1], None),
+            c_call("combine_bwd", tokens, None, row_weights, grads[1], None),
         ),
         (
             "prepare",
             c_call(
-                _structs.epx_prepare,
-                _structs.PrepareArgs,
+                "prepare",
                 idx,
                 plan.counts,
                 plan.offsets,

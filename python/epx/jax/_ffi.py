@@ -15,23 +15,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._library import load
-from .._structs import Status
+from .._structs import CALLS, Status
 from .._values import refuse
 from ..errors import UnsupportedError, last_sentence
-
-_OPERATIONS = (
-    "prepare",
-    "dispatch",
-    "prepare_dispatch",
-    "combine",
-    "combine_bwd",
-    "dispatch_bwd",
-    "dispatch_rank_major",
-    "combine_rank_major",
-    "combine_rank_major_bwd",
-    "dispatch_rank_major_bwd",
-    "hold",
-)
 
 _library = load("libepx_ffi.so.0")
 _library.epx_ffi_register.restype = ctypes.c_int64
@@ -39,7 +25,7 @@ _library.epx_ffi_register.argtypes = [ctypes.c_void_p]
 _library.epx_ffi_retire.restype = ctypes.c_int32
 _library.epx_ffi_retire.argtypes = [ctypes.c_int64]
 
-for _operation in _OPERATIONS:
+for _operation in (*CALLS, "hold"):
     for _platform in ("cpu", "CUDA"):
         _handler = getattr(_library, f"epx_ffi_{_operation}_{_platform.lower()}")
         jax.ffi.register_ffi_target(f"epx_{_operation}", jax.ffi.pycapsule(_handler), platform=_platform)

@@ -8,6 +8,7 @@ import torch
 
 from .. import _moe_structs  # noqa: F401  (loads libepx_moe, which libepx_torch is linked with)
 from .._library import load
+from .._structs import CALLS
 
 OLDEST_TORCH = (2, 11)
 
@@ -177,22 +178,6 @@ def _(block, global_counts, rate, selection_bias):
     return None
 
 
-_FUNCTIONAL = (
-    "prepare",
-    "prepare_dispatch",
-    "dispatch",
-    "combine",
-    "combine_bwd",
-    "dispatch_bwd",
-    "dispatch_rank_major",
-    "combine_rank_major",
-    "combine_rank_major_bwd",
-    "dispatch_rank_major_bwd",
-    "block_fwd",
-    "block_bwd",
-)
-
-
 def _refuse_vmap(name):
     def refuse(info, in_dims, *args):
         raise RuntimeError(f"epx::{name} cannot be called under vmap: each call is one exchange of all ranks")
@@ -207,5 +192,5 @@ def keep_in_order(name):
     torch.library.register_vmap(f"epx::{name}", _refuse_vmap(name))
 
 
-for _name in _FUNCTIONAL:
+for _name in (*CALLS, "block_fwd", "block_bwd"):
     keep_in_order(_name)
