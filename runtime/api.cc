@@ -18,6 +18,7 @@
 #include "base/names.h"
 #include "base/operations.h"
 #include "epx/epx.h"
+#include "runtime/argument_checker.h"
 #include "runtime/arguments.h"
 #include "runtime/config.h"
 #include "runtime/group.h"

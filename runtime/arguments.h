@@ -10,9 +10,6 @@
 
 namespace epx {
 
-// Returns the effective alignment. Throws when the layer does not fit the group.
-int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
-
 #define EPX_CHECK(NUMBER, name, first_bytes, Call, ...)                                                                    \
   Call check(const GroupContext& context, const epx_##name##_args& args);
 EPX_OPERATIONS(EPX_CHECK)

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/argument_checker.h"
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <span>
+
+#include "base/dtypes.h"
+#include "base/names.h"
+#include "runtime/layout/multi_node_handle.h"
+#include "runtime/layout/slots.h"
+
+namespace epx {
+namespace {
+
+constexpr uintptr_t kHandleMemAlignment = 16; // bytes
+
+bool is_aligned(const void* pointer, uintptr_t alignment) {
+  return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
+}
+
+const char* name_of(Dim dim) {
+  return kDimNames[static_cast<size_t>(dim)];
+}
+
+std::string describe(std::initializer_list<Dim> dims) {
+  std::string text;
+  for (const Dim dim : dims)
+    text += (text.empty() ? "[" : ", ") + std::string(name_of(dim));
+  return text + "]";
+}
+
+// The rows of a tensor are all its dimensions but the last.
+int64_t num_rows(const epx_tensor& tensor) {
+  int64_t rows = 1;
+  for (int32_t axis = 0; axis + 1 < tensor.ndim; ++axis)
+    rows *= tensor.sizes[axis];
+  return rows;
+}
+
+} // namespace
+
+void ArgumentChecker::common(const epx_layer& layer, size_t handle_mem_bytes, Direction handle_direction) {
+  const GroupShape& shape = context_.shape;
+  if (is_rank_major_ && shape.num_nodes() > 1)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "{}: the group has {} nodes, between which rank-major rows do not travel: each rank would need {} bytes of "
+         "staging for them, P * max_tokens_per_rank = {} * {} rows of {} bytes",
+         function_, shape.num_nodes(), shape.num_ranks * int64_t{shape.max_tokens_per_rank} * context_.layout.row_stride,
+         shape.num_ranks, shape.max_tokens_per_rank, context_.layout.row_stride);
+  call_.top_k = layer.top_k;
+  call_.alignment = require_layer(context_, layer, function_);
+  if (call_.handle_mem == nullptr) refuse("handle_mem is NULL");
+  if (!is_aligned(call_.handle_mem, kHandleMemAlignment))
+    refuse("handle_mem is not aligned to {} bytes", kHandleMemAlignment);
+  const int64_t needed = epx::handle_mem_bytes(shape, context_.window_access, layer.top_k);
+  if (handle_mem_bytes < static_cast<size_t>(needed))
+    refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", handle_mem_bytes, layer.top_k, needed);
+  if (call_.stream != nullptr && context_.window_access == WindowAccess::by_host)
+    refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(call_.stream));
+  add_span("handle_mem", call_.handle_mem, needed, handle_direction);
+  if (is_rank_major_ && call_.alignment != 1)
+    refuse("layer.alignment is {}; the rank-major layout has no zones, so it must be 0 or 1", layer.alignment);
+
+  const int64_t num_local_experts = ExpertBlocks{shape.num_experts, shape.num_ranks}.num_local_experts(context_.rank);
+  for (const Dim dim : {Dim::T, Dim::N, Dim::M, Dim::H})
+    size_of(dim) = kUnknown;
+  size_of(Dim::K) = layer.top_k;
+  size_of(Dim::P) = shape.num_ranks;
+  size_of(Dim::E) = shape.num_experts;
+  size_of(Dim::R) = shape.max_recv_tokens;
+  size_of(Dim::E_l) = num_local_experts;
+  size_of(Dim::E_l_and_1) = num_local_experts + 1;
+  size_of(Dim::number_3) = 3;
+  size_of(Dim::number_5) = 5;
+}
+
+void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
+                            Direction direction, bool may_have_sidecar) {
+  if (tensor == nullptr) refuse("{} is NULL; it is required", name);
+  check_dtype(name, *tensor, type);
+  const auto decides = [&](Dim dim) { return size_of(dim) == kUnknown && std::ranges::count(dims, dim) != 0; };
+  const bool decides_tokens = decides(Dim::T), decides_rows = decides(Dim::N) || decides(Dim::M);
+  const int64_t bytes = check_sizes(name, *tensor, dims);
+  if (!is_aligned(tensor->data, static_cast<uintptr_t>(single_element_bytes(tensor->dtype))))
+    refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
+           single_element_bytes(tensor->dtype));
+  if (tensor->reserved[0] != 0 || tensor->reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
+  if (tensor->sidecar_row_bytes < 0)
+    refuse("{} has sidecar_row_bytes = {}; it is not negative", name, tensor->sidecar_row_bytes);
+  if (!may_have_sidecar && (tensor->sidecar != nullptr || tensor->sidecar_row_bytes != 0))
+    refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
+           tensor->sidecar_row_bytes);
+  add_span(name, tensor->data, bytes, direction);
+  if (type == Type::rows) check_rows(name, *tensor, tensor->ndim - 1);
+  if (decides_tokens && size_of(Dim::T) > context_.shape.max_tokens_per_rank)
+    refuse("{} has T = sizes[0] = {} tokens; the group's max_tokens_per_rank is {}", name, size_of(Dim::T),
+           context_.shape.max_tokens_per_rank);
+  if (decides_rows) check_recv_rows(name, *tensor);
+}
+
+void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Type type) {
+  static constexpr epx_dtype kRows[] = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
+  static constexpr epx_dtype kIntegers[] = {EPX_INT32, EPX_INT64};
+  static constexpr epx_dtype kFloat32 = EPX_FLOAT32, kInt32 = EPX_INT32, kInt64 = EPX_INT64;
+  const auto dtypes = [&]() -> std::span<const epx_dtype> {
+    switch (type) {
+    case Type::rows:
+      return kRows;
+    case Type::like_rows:
+      return {&rows_dtype_, 1};
+    case Type::indices:
+    case Type::counts:
+      return kIntegers;
+    case Type::like_counts:
+      return {&counts_dtype_, 1};
+    case Type::float32:
+      return {&kFloat32, 1};
+    case Type::int32:
+      return {&kInt32, 1};
+    case Type::int64:
+      return {&kInt64, 1};
+    }
+    return {};
+  }();
+  if (std::ranges::count(dtypes, tensor.dtype) == 0) {
+    std::string wanted;
+    for (const epx_dtype dtype : dtypes)
+      wanted += (wanted.empty() ? "" : " or ") + std::string(epx::name_of(dtype));
+    refuse("{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor.dtype), epx::name_of(tensor.dtype), wanted);
+  }
+  if (type == Type::rows) rows_dtype_ = tensor.dtype;
+  if (type == Type::counts) counts_dtype_ = tensor.dtype;
+}
+
+// Returns the tensor's bytes.
+int64_t ArgumentChecker::check_sizes(const char* name, const epx_tensor& tensor, std::initializer_list<Dim> dims) {
+  if (tensor.ndim != static_cast<int32_t>(dims.size()))
+    refuse("{} has {} dimensions (ndim); it must have {}: {}", name, tensor.ndim, dims.size(), describe(dims));
+  int64_t elements = 1;
+  size_t axis = 0;
+  for (const Dim dim : dims) {
+    const int64_t size = tensor.sizes[axis];
+    if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
+    if (size_of(dim) == kUnknown) size_of(dim) = size;
+    if (size != size_of(dim))
+      refuse("{} has sizes[{}] = {}; it must be {} = {}, shape {}", name, axis, size, name_of(dim), size_of(dim),
+             describe(dims));
+    if (__builtin_mul_overflow(elements, size, &elements)) refuse_size(name, tensor);
+    ++axis;
+  }
+  const int64_t last_size = tensor.sizes[axis - 1];
+  const std::optional<int64_t> bytes =
+      checked_bytes_of_rows(tensor.dtype, elements == 0 ? 0 : elements / last_size, last_size);
+  if (!bytes) refuse_size(name, tensor);
+  if (*bytes > 0 && tensor.data == nullptr) refuse("{} has {} elements, but its data is NULL", name, elements);
+  return *bytes;
+}
+
+// Checks that rows with H elements in dimension `axis` fit the group.
+void ArgumentChecker::check_rows(const char* name, const epx_tensor& rows, int axis) const {
+  const GroupShape& shape = context_.shape;
+  if (row_bytes(rows.dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
+    refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, epx::name_of(rows.dtype),
+           epx::name_of(shape.max_token_dtype));
+  if (rows.sizes[axis] < 1 || rows.sizes[axis] > shape.hidden_dim)
+    refuse("{} has H = sizes[{}] = {}; it must be 1..{} (hidden_dim)", name, axis, rows.sizes[axis], shape.hidden_dim);
+}
+
+// Receive rows have float32 weights, given or not: both must have a number of bytes that can be represented.
+void ArgumentChecker::check_recv_rows(const char* name, const epx_tensor& rows) const {
+  constexpr int64_t kMaxRows = std::numeric_limits<int64_t>::max() / static_cast<int64_t>(sizeof(float));
+  if (num_rows(rows) > kMaxRows)
+    refuse("{} has {} rows; their float32 weights would take more than 2^63 - 1 bytes, {} rows are the most", name,
+           rows.ndim == 2 ? fmt::format("N = sizes[0] = {}", rows.sizes[0]) : std::to_string(num_rows(rows)), kMaxRows);
+}
+
+void ArgumentChecker::check_sidecar(const char* name, const epx_tensor& tensor, Direction direction) {
+  const int64_t rows = num_rows(tensor);
+  if (tensor.sidecar_row_bytes > context_.shape.max_sidecar_bytes)
+    refuse("{} has sidecar_row_bytes = {}; the group's max_sidecar_bytes is {}", name, tensor.sidecar_row_bytes,
+           context_.shape.max_sidecar_bytes);
+  int64_t bytes = 0;
+  if (__builtin_mul_overflow(rows, tensor.sidecar_row_bytes, &bytes))
+    refuse("{} has {} rows of {} bytes, which are more than 2^63 - 1 bytes", name, rows, tensor.sidecar_row_bytes);
+  if (bytes > 0 && tensor.sidecar == nullptr)
+    refuse("{} has sidecar_row_bytes = {}, but its sidecar is NULL", name, tensor.sidecar_row_bytes);
+  if (tensor.sidecar_row_bytes == 0 && tensor.sidecar != nullptr)
+    refuse("{} has a sidecar with sidecar_row_bytes = 0", name);
+  add_span(name, tensor.sidecar, bytes, direction);
+}
+
+void ArgumentChecker::sidecars(const epx_tensor& tokens, const epx_tensor& recv_tokens) {
+  check_sidecar("the sidecar of tokens", tokens, Direction::in);
+  check_sidecar("the sidecar of recv_tokens", recv_tokens, Direction::out);
+  if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
+    refuse("tokens has sidecar_row_bytes = {}, recv_tokens has {}; they must be equal", tokens.sidecar_row_bytes,
+           recv_tokens.sidecar_row_bytes);
+}
+
+void ArgumentChecker::both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const {
+  if ((given_a == nullptr) != (given_b == nullptr))
+    refuse("{} is {} and {} is {}; give both or neither", a, given_a == nullptr ? "NULL" : "given", b,
+           given_b == nullptr ? "NULL" : "given");
+}
+
+void ArgumentChecker::rank_major_staging() const {
+  const GroupShape& shape = context_.shape;
+  const int64_t rows = slots_per_source(shape, size_of(Dim::M));
+  if (shape.num_ranks * rows * call_.top_k > shape.max_recv_tokens)
+    refuse("M is {}; P * min(M, max_tokens_per_rank) * K = {} * {} * {} exceeds max_recv_tokens_per_rank, {}",
+           size_of(Dim::M), shape.num_ranks, rows, call_.top_k, shape.max_recv_tokens);
+}
+
+// The sums of rank-major calls are those of precision wire.
+void ArgumentChecker::rank_major_sums() const {
+  if (context_.shape.precision == EPX_COMBINE_EXACT)
+    refuse("the group's combine_precision is exact, whose sums do not depend on the number of ranks; those of rows that "
+           "each rank has summed do");
+}
+
+void ArgumentChecker::no_overlap() const {
+  for (size_t i = 0; i < num_spans_; ++i) {
+    for (size_t j = 0; j < num_spans_; ++j) {
+      const Span& out = spans_[i];
+      const Span& other = spans_[j];
+      if (i == j || out.direction != Direction::out) continue;
+      if (out.begin < other.begin + other.bytes && other.begin < out.begin + out.bytes)
+        refuse("{} overlaps {}", out.name, other.name);
+    }
+  }
+}
+
+MovementCall ArgumentChecker::movement() const {
+  MovementCall call = call_;
+  call.num_tokens = size_of(Dim::T);
+  call.hidden = static_cast<int>(size_of(Dim::H));
+  call.dtype = rows_dtype_;
+  call.recv_rows = size_of(Dim::N);
+  if (!is_rank_major_) return call;
+  call.rows_per_source = size_of(Dim::M);
+  call.slots_per_source = slots_per_source(context_.shape, call.rows_per_source);
+  call.recv_rows = context_.shape.num_ranks * call.rows_per_source;
+  return call;
+}
+
+void ArgumentChecker::refuse_size(const char* name, const epx_tensor& tensor) const {
+  refuse("{} has sizes [{}] of {}, which are more than 2^63 - 1 bytes", name,
+         fmt::join(tensor.sizes, tensor.sizes + tensor.ndim, ", "), epx::name_of(tensor.dtype));
+}
+
+void ArgumentChecker::add_span(const char* name, const void* data, int64_t bytes, Direction direction) {
+  if (static_cast<uintptr_t>(bytes) > UINTPTR_MAX - reinterpret_cast<uintptr_t>(data))
+    refuse("{} has {} bytes at {}, which is more than there are addresses", name, bytes, fmt::ptr(data));
+  if (bytes > 0)
+    spans_.at(num_spans_++) = {name, reinterpret_cast<uintptr_t>(data), static_cast<uintptr_t>(bytes), direction};
+}
+
+int require_layer(const GroupContext& context, const epx_layer& layer, const char* function) {
+  if (layer.top_k < 1 || layer.top_k > context.shape.max_top_k)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.top_k is {}; it must be 1..{} (max_top_k)", function, layer.top_k,
+         context.shape.max_top_k);
+  if (layer.alignment < 0 || layer.alignment > context.shape.max_alignment)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.alignment is {}; it must be 0..{} (max_alignment)", function,
+         layer.alignment, context.shape.max_alignment);
+  return effective_alignment(layer.alignment);
+}
+
+} // namespace epx

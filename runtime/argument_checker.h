@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+// The checks that the arguments of all operations have in common. An operation describes its tensors to an ArgumentChecker one
+// by one: name, dtype, dimensions, required or not. What is refused throws, with the operation and the argument in the sentence.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include <fmt/format.h>
+
+#include "base/error.h"
+#include "base/operations.h"
+#include "epx/epx.h"
+#include "runtime/group_context.h"
+#include "runtime/stages/stages.h"
+
+namespace epx {
+
+// The dimensions of tensors. K, P, E, R, E_l and the numbers follow from the group and the layer. T, N, M and H are free: the
+// first tensor of a call that has one decides what it is, and the others must have the same.
+enum class Dim { T, N, M, H, K, P, E, R, E_l, E_l_and_1, number_3, number_5 };
+constexpr std::array<const char*, 12> kDimNames = {"T", "N", "M", "H", "K", "P", "E", "R", "E_l", "E_l + 1", "3", "5"};
+
+// The dtypes of tensors. like_rows and like_counts: that of the tensor of `rows` or `counts` before it.
+enum class Type { rows, like_rows, indices, counts, like_counts, float32, int32, int64 };
+
+enum class Direction { in, out };
+
+class ArgumentChecker {
+public:
+  // Checks the fields that every args struct has. The context must outlive the checker.
+  template <typename ArgsStruct>
+  ArgumentChecker(const GroupContext& context, const ArgsStruct& args, Direction handle_direction,
+                  bool is_rank_major = false)
+      : context_(context), function_(OperationOf<ArgsStruct>::kFunction), is_rank_major_(is_rank_major) {
+    call_.operation = OperationOf<ArgsStruct>::kNumber;
+    call_.stream = args.stream;
+    call_.handle_mem = call_.checked_header = static_cast<const std::byte*>(args.handle_mem);
+    common(args.layer, args.handle_mem_bytes, handle_direction);
+  }
+
+  // Check a tensor and return its data, which is not NULL where the tensor is given, unless T is void. Messages call it `name`.
+  template <typename T = void>
+  T* in(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
+        bool may_have_sidecar = false) {
+    check(name, tensor, type, dims, Direction::in, may_have_sidecar);
+    return data_of<T>(tensor);
+  }
+  template <typename T = void>
+  T* out(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
+         bool may_have_sidecar = false) {
+    check(name, tensor, type, dims, Direction::out, may_have_sidecar);
+    return data_of<T>(tensor);
+  }
+  // The same for tensors that may be NULL.
+  template <typename T = void>
+  T* optional_in(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims) {
+    return tensor == nullptr ? nullptr : in<T>(name, tensor, type, dims);
+  }
+  template <typename T = void>
+  T* optional_out(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims) {
+    return tensor == nullptr ? nullptr : out<T>(name, tensor, type, dims);
+  }
+
+  // The next tensor that has this free dimension decides it anew.
+  void forget(Dim dim) { size_of(dim) = kUnknown; }
+
+  void sidecars(const epx_tensor& tokens, const epx_tensor& recv_tokens); // of dispatch
+  void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const;
+  void rank_major_staging() const; // behind the tensor that has M: rows pass through staging whose size is R
+  void rank_major_sums() const;
+
+  // Checks, behind all tensors, that no output overlaps any other one.
+  void no_overlap() const;
+
+  // What movements have in common, as the tensors have decided it. A prepare has the fields that are no dimensions of rows.
+  MovementCall movement() const;
+
+  template <typename... Args>
+  [[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) const {
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {}", function_, fmt::format(format, std::forward<Args>(args)...));
+  }
+
+private:
+  static constexpr int64_t kUnknown = -1;
+
+  struct Span {
+    const char* name;
+    uintptr_t begin;
+    uintptr_t bytes;
+    Direction direction;
+  };
+
+  // A given tensor without elements may have NULL data, which must not look like "not given".
+  template <typename T>
+  static T* data_of(const epx_tensor* tensor) {
+    alignas(16) static std::array<std::byte, 16> empty{};
+    if (std::is_void_v<T> || tensor->data != nullptr) return static_cast<T*>(tensor->data);
+    return reinterpret_cast<T*>(empty.data());
+  }
+
+  void common(const epx_layer& layer, size_t handle_mem_bytes, Direction handle_direction);
+  void check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims, Direction direction,
+             bool may_have_sidecar);
+  void check_dtype(const char* name, const epx_tensor& tensor, Type type);
+  int64_t check_sizes(const char* name, const epx_tensor& tensor, std::initializer_list<Dim> dims);
+  void check_rows(const char* name, const epx_tensor& rows, int axis) const;
+  void check_recv_rows(const char* name, const epx_tensor& rows) const;
+  void check_sidecar(const char* name, const epx_tensor& tensor, Direction direction);
+  void add_span(const char* name, const void* data, int64_t bytes, Direction direction);
+  [[noreturn]] void refuse_size(const char* name, const epx_tensor& tensor) const;
+  int64_t& size_of(Dim dim) { return sizes_[static_cast<size_t>(dim)]; }
+  int64_t size_of(Dim dim) const { return sizes_[static_cast<size_t>(dim)]; }
+
+  const GroupContext& context_;
+  const char* function_;
+  bool is_rank_major_;
+  MovementCall call_{};
+  std::array<int64_t, kDimNames.size()> sizes_{};
+  epx_dtype rows_dtype_ = EPX_DTYPE_UNSET;
+  epx_dtype counts_dtype_ = EPX_DTYPE_UNSET;
+  std::array<Span, 16> spans_{};
+  size_t num_spans_ = 0;
+};
+
+// Returns the effective alignment. Throws when the layer does not fit the group.
+int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
+
+} // namespace epx
