@@ -79,13 +79,13 @@ void BootstrapExchange::stand_by() {
 }
 
 void BootstrapExchange::log_step(const char* name, uint32_t first_round) const {
-  log::transport().info("creating the group: {}: all-gathers {} to {} of the bootstrap", name, first_round, round_ - 1);
+  log::transport().info("creating the group: {} took {} all-gathers of the bootstrap", name, round_ - first_round);
 }
 
 std::vector<ExchangeRecord> BootstrapExchange::gather_sound_world(ExchangeRecord mine) {
   mine.rank = bootstrap_.rank;
   const uint32_t round = round_;
-  const std::vector<ExchangeRecord> world = gather_world(mine, timeout_ms_);
+  std::vector<ExchangeRecord> world = gather_world(mine, timeout_ms_);
   try {
     require_sound(world, round);
   } catch (const StatusError& error) {
