@@ -4,7 +4,7 @@
 
 #include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/row_sender.cuh"
 
 namespace epx::cuda {
 
@@ -42,6 +42,9 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
   const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
   const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
   const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());
+  const SentRows from{call.rows, params.row_bytes, call.sidecars, call.sidecars != nullptr ? call.sidecar_bytes : 0};
+  const WarpRoleCounts no_signals{};
+  RowSender<PlainRows> sender(pipeline, no_signals, 0);
 #pragma unroll 1
   for (auto i = static_cast<unsigned>(warp.index); i < rows; i += static_cast<unsigned>(warp.count)) {
     const auto other = static_cast<int>(i % others);
@@ -50,16 +53,12 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
     const int64_t token = plan.sent_tokens(node)[position];
     if (token < 0 || token >= call.call.num_tokens) continue;
     const PackedRows packed(params, node, position);
-    begin_copy_row_to_destinations(pipeline, call.rows + token * params.row_bytes, params.row_bytes,
-                                   lane() == 0 ? packed.row() : nullptr);
-    if (call.sidecars != nullptr)
-      copy_row_to_destinations(call.sidecars + token * call.sidecar_bytes, call.sidecar_bytes,
-                               lane() == 0 ? packed.sidecar() : nullptr);
+    sender.send(from, token, lane() == 0 ? RowPlaces{packed.row(), packed.sidecar(), nullptr} : RowPlaces{});
     if (call.weights != nullptr)
       for (int k = lane(); k < call.call.top_k; k += kWarp)
         packed.weights()[k] = call.weights[route_index(token, call.call.top_k, k)];
   }
-  pipeline.finish();
+  sender.close();
 }
 
 } // namespace epx::cuda

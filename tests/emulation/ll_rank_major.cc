@@ -1,4 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/emulation/device.h"
 
-#include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cu"
+#include "runtime/stages/cuda/scatter/ll_rank_major_dispatch.cu"

@@ -25,7 +25,7 @@
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/rank_board.h"
-#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
+#include "runtime/stages/cuda/gather/rank_major_gather.h"
 #include "runtime/stages/reports.h"
 #include "runtime/status_board.h"
 #include "transport/interrupt.h"

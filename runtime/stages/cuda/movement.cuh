@@ -201,6 +201,17 @@ __device__ inline int peer_in_order(const CallSession& call, int64_t token, int 
   return rotated < call.num_ranks() ? rotated : rotated - call.num_ranks();
 }
 
+// Returns whether a rank's receive rows lie in an allocation of the group. Peers then store them in place, at
+// registered_rows(), unless the source stages its rows (PeerDescriptors::stages_rows; Scatter::is_in_place).
+__device__ inline bool has_registered_rows(const CallSession& call, int rank) {
+  return call.descriptors().rows_allocation[rank] >= 0;
+}
+__device__ inline std::byte* registered_rows(const DeviceGroup& group, const CallSession& call, int rank) {
+  const int64_t allocation = call.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
+  return group.allocations[allocation * call.num_ranks() + static_cast<int>(window_index(rank))] +
+         call.descriptors().rows_offset[rank];
+}
+
 // Reports the same events in the same order as the host transport. One thread calls this. It is not inlined; see CallContext.
 __device__ __noinline__ inline void report_events(const CallContext& context, const MovementParams& params,
                                                   const PeerDescriptors& descriptors, bool is_usable) {
@@ -453,15 +464,6 @@ public:
     for (int rank = 0; rank < call_.num_ranks(); ++rank)
       if (rank != call_.rank()) max_tokens = max(max_tokens, tokens_of(rank));
     return max_tokens * (call_.num_ranks() - 1);
-  }
-
-  // Returns whether a rank's receive rows lie in an allocation of the group. Peers then store them in place, at rows_of(rank),
-  // unless the source stages its rows (PeerDescriptors::stages_rows; Scatter::is_in_place).
-  __device__ bool has_registered_rows(int rank) const { return call_.descriptors().rows_allocation[rank] >= 0; }
-  __device__ std::byte* rows_of(int rank) const {
-    const int64_t allocation = call_.descriptors().rows_allocation[rank] % kMaxDeviceAllocations;
-    return params_.group.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
-           call_.descriptors().rows_offset[rank];
   }
 
 private:

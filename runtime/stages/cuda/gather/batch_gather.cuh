@@ -191,7 +191,7 @@ private:
       reader.end();
     }
     if (params_.weight_grads_out != nullptr && has_route)
-      rows_.collect_weight(token, k, movement_.route_of(token, k), is_live); // to keep the route would take registers
+      rows_.collect_weight_grad(token, k, movement_.route_of(token, k), is_live); // to keep the route would take registers
     if (call_.scribbles_staging())
       for (int32_t i = first; i < end; ++i)
         rows_.scribble_staging(i, whole_);

@@ -119,24 +119,13 @@ private:
     const WarpRoutes routes = movement_.routes_of(token);
     const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    if (!wait_for_peers(token, split, routes, live & ~own)) return false;
+    if (!rows_.wait_for_peers(movement_, token, split, routes, live & ~own)) return false;
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
     sum_rows<true, kTile>(pipeline_, terms, rows_.out(token, split), split.size);
-    if (params_.weight_grads_out != nullptr && split.index == 0) collect_weights(token, routes, live);
+    if (params_.weight_grads_out != nullptr && split.index == 0) collect_weight_grads(token, routes, live);
     if (call_.scribbles_staging()) rows_.scribble_staging(token, split);
     return true;
-  }
-
-  // Each lane waits for the ready flags of its routes' ranks. `awaited` has a bit for each route.
-  __device__ bool wait_for_peers(int64_t token, const RowSplits& split, const WarpRoutes& routes, uint64_t awaited) const {
-    bool ok = true;
-    for (int first = 0; first < args_.top_k; first += kWarp)
-      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = rows_.wait_ready(token, movement_.rank_ordinal_of(route.rank_ordinal), route.rank, split);
-    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
-    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
-    return all;
   }
 
   // Precision exact: the terms are the routes' rows in k order.
@@ -189,11 +178,11 @@ private:
     return terms;
   }
 
-  __device__ void collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
+  __device__ void collect_weight_grads(int64_t token, const WarpRoutes& routes, uint64_t live) const {
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       if (k >= args_.top_k) continue;
-      rows_.collect_weight(token, k, routes.own(first), (live >> k & 1) != 0);
+      rows_.collect_weight_grad(token, k, routes.own(first), (live >> k & 1) != 0);
     }
   }
 

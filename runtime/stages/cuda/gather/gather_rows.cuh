@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// GatherRows says where the rows, weights and ready flags of combine and dispatch_bwd lie on the high-throughput path. Rows are
-// signaled in splits: each half of H has a ready flag of its own, or all of H where rows are short.
+// What the high-throughput kernels of combine and dispatch_bwd know of rows: where a split of one lies, what it waits for, and
+// which weights come home beside it. Rows are signaled in splits: each half of H has a ready flag of its own, or all of H where
+// rows are short.
 #pragma once
 
 #include <cmath>
@@ -8,6 +9,7 @@
 #include "runtime/stages/cuda/gather/gather_params.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
 
@@ -23,7 +25,7 @@ template <typename T>
 class GatherRows {
 public:
   __device__ GatherRows(const GatherParams& params, const CallSession& call)
-      : params_(params), call_(call), layout_(params.group.context.layout) {
+      : params_(params), call_(call), staging_(params.group) {
     // Splits consist of long h-tiles where rows do, in all kernels: a peer may run another one.
     constexpr int64_t kHTile = RowReader<T, true>::kHTile;
     const int64_t hidden = params.call.hidden;
@@ -47,19 +49,16 @@ public:
     return reinterpret_cast<T*>(params_.out) + token * params_.call.hidden + split.first;
   }
   __device__ T* staged_row(int home, int64_t row, const RowSplits& split) const {
-    return params_.group.window().template at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride) + split.first;
+    return reinterpret_cast<T*>(staging_.row(home, row)) + split.first;
   }
   // Precision wire: the sum of a rank, which is one of those that the token goes to.
   __device__ T* staged_sum(int home, int64_t token, int rank_ordinal, const RowSplits& split) const {
-    return staged_row(home, partial_staging_row(shape(), token, params_.call.top_k, rank_ordinal), split);
+    return staged_row(home, staging_.row_of(token, params_.call.top_k, rank_ordinal), split);
   }
-  __device__ float* staged_weights(int home) const {
-    return params_.group.window().template at<float>(home, layout_.gather_weights.offset);
-  }
+  __device__ float* staged_weights(int home) const { return staging_.weights(home); } // by route_index()
   // The ready flag of the first of these splits; those of the others follow.
   __device__ Epoch* ready_flag_at(int home, int64_t token, int rank_ordinal, const RowSplits& split) const {
-    return params_.group.window().template at<Epoch>(home, layout_.gather_ready_flags.offset) +
-           partial_staging_row(shape(), token, params_.call.top_k, rank_ordinal) * kMaxRowSplits + split.index;
+    return staging_.ready_flag(home, staging_.row_of(token, params_.call.top_k, rank_ordinal), split.index);
   }
 
   // One lane waits until `rank`, which has the rank ordinal among those that the token goes to, has signaled these splits.
@@ -71,17 +70,30 @@ public:
     return ok;
   }
 
+  // Each lane waits for the ready flags of its routes' ranks. `awaited` has a bit for each route. Returns false, in all lanes,
+  // when the group has failed.
+  __device__ bool wait_for_peers(const Movement& movement, int64_t token, const RowSplits& split, const WarpRoutes& routes,
+                                 uint64_t awaited) const {
+    bool ok = true;
+    for (int first = 0; first < params_.call.top_k; first += kWarp)
+      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
+        ok = wait_ready(token, movement.rank_ordinal_of(route.rank_ordinal), route.rank, split);
+    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
+    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
+    return all;
+  }
+
   // Returns the weight in the sum of this rank's own row in a slot; -1: there is none.
   __device__ float weight_of(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
-  // Stores the weight that has come home on a route of this rank, behind its ready flag; 0 if the route is not live.
-  __device__ void collect_weight(int64_t token, int k, const Route& route, bool is_live) const {
+  // Expert-major: one lane stores the weight's gradient that has come home on a route of this rank, behind its ready flag; 0 if
+  // the route is not live.
+  __device__ void collect_weight_grad(int64_t token, int k, const Route& route, bool is_live) const {
     const int64_t index = route_index(token, params_.call.top_k, k);
-    float weight = 0.0f;
-    if (is_live)
-      weight = route.rank == call_.rank() ? params_.weight_grads[route.slot] : staged_weights(call_.rank())[index];
-    params_.weight_grads_out[index] = weight;
+    float grad = 0.0f;
+    if (is_live) grad = route.rank == call_.rank() ? params_.weight_grads[route.slot] : staged_weights(call_.rank())[index];
+    params_.weight_grads_out[index] = grad;
   }
   // Tests overwrite staging once it has been used.
   __device__ void scribble_staging(int64_t token, const RowSplits& split) const {
@@ -92,7 +104,7 @@ public:
       scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
                    split.size * static_cast<int64_t>(sizeof(T)));
     // In precision exact both splits read the staged weights.
-    if (is_exact ? split.count < num_splits_ : split.index != 0) return;
+    if (is_exact ? split.count < num_splits_ : split.first != 0) return;
     for (int k = lane(); k < top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, top_k, k)] = NAN;
   }
@@ -105,7 +117,7 @@ private:
 
   const GatherParams& params_;
   const CallSession& call_;
-  const WindowLayout& layout_;
+  GatherStaging staging_;
   int num_splits_;
   int64_t split_size_; // elements
 };

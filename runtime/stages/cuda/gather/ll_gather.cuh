@@ -10,10 +10,11 @@
 //          and add the peers' sums                                      of each peer's sum
 #pragma once
 
-#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/gather/weight_grads.cuh"
 #include "runtime/stages/cuda/ll_work_partition.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
+#include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
 
@@ -21,8 +22,8 @@ template <typename T, bool kUnaligned>
 class LlGather {
 public:
   __device__ LlGather(const GatherParams& params, Movement& movement)
-      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
-        layout_(params.group.context.layout), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
+      : params_(params), args_(params.call), movement_(movement), call_(movement.call()),
+        staging_(params.group, movement.call().parity()), row_bytes_(args_.hidden * static_cast<int64_t>(sizeof(T))),
         chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
         tiles_to_send_(static_cast<uint32_t>(movement.ll_tokens() * (call_.num_ranks() - 1)) * chunks_),
         partition_(call_, kMovementWarps, 0, tiles_to_send_, params.role_counts.ll_senders) {}
@@ -55,14 +56,6 @@ public:
   }
 
 private:
-  __device__ LlPacket16* staged_chunk(int home, int64_t token, int rank_ordinal, uint32_t chunk) const {
-    return group_.window().at<LlPacket16>(home, layout_.ll_gather_rows.offset) +
-           ll_gather_packet(layout_, group_.context.shape, call_.parity(), token, rank_ordinal, chunk);
-  }
-  __device__ LlPacket8* staged_weight(int home, int64_t token, int k) const {
-    return group_.window().at<LlPacket8>(home, layout_.ll_gather_weights.offset) +
-           ll_gather_weight(layout_, group_.context.shape, call_.parity(), token, k);
-  }
   __device__ int bytes_of(uint32_t chunk) const {
     return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(chunk) * kLlChunkBytes, int64_t{kLlChunkBytes}));
   }
@@ -94,39 +87,29 @@ private:
     const SlotRecord record = movement_.plan().slot_records[first_slot]; // this load overlaps those of the rows
     const LlChunk sum = sum_slots(slots, chunk);
     const int64_t token = args_.is_rank_major() ? record.token : index;
-    send_chunk(call_, staged_chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),
+    send_chunk(call_, staging_.chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),
                sum);
     if (chunk != 0 || params_.weight_grads == nullptr) return;
+    const auto send_grad = [&](int k, float grad) { send_weight(staging_.weight(home, token, k), grad, call_.epoch()); };
     if (args_.is_rank_major())
-      send_row_weights(home, token, first_slot);
+      for_each_weight_grad(params_, movement_, first_slot, send_grad);
     else
       for (int first = 0; first < args_.top_k; first += kWarp)
-        if (const int32_t slot = slots.own(first); slot >= 0)
-          send_weight(staged_weight(home, token, first + lane()), params_.weight_grads[slot], call_.epoch());
-  }
-
-  // Rank-major: sends the weights of the row's routes to this rank.
-  __device__ void send_row_weights(int home, int64_t token, int32_t slot) const {
-    const uint64_t mask = movement_.mask_of_row(slot);
-    for (int k = lane(); k < args_.top_k; k += kWarp)
-      if ((mask >> k & 1) != 0)
-        send_weight(staged_weight(home, token, k), params_.weight_grads[args_.row_of_slot(slot) * args_.top_k + k],
-                    call_.epoch());
+        if (const int32_t slot = slots.own(first); slot >= 0) send_grad(first + lane(), params_.weight_grads[slot]);
   }
 
   // Adds up the ranks' partial sums, this rank's among them, in ascending rank order. Returns false when the group has failed.
   __device__ bool sum_chunk(int64_t token, uint32_t chunk, const WarpRoutes& routes, const LlChunk& own_sum) const {
-    const auto is_live = [&](const Route& route) { return movement_.is_live(route); };
     const RankMask kept_ranks = routes.ranks_of([](const Route& route) { return route.slot >= 0; });
     const int bytes = bytes_of(chunk);
-    const RankMask live_ranks = routes.ranks_of(is_live);
+    const RankMask live_ranks = routes.ranks_of([&](const Route& route) { return movement_.is_live(route); });
     if (!wait_for_peers(token, chunk, kept_ranks, live_ranks)) return false;
     // No wait from here on: the accumulators of a loop that may call something are spilled, and local memory lies in the L2
     // cache, since shared memory takes nearly all of the L1.
     // The loads of two ranks' sums are in flight together. This rank's own sum takes its turn without a load.
     LlChunkSum<T> sum;
     const auto load_sum = [&](int rank) {
-      return load_lines(staged_chunk(call_.rank(), token, kept_ranks.count_below(rank), chunk),
+      return load_lines(staging_.chunk(call_.rank(), token, kept_ranks.count_below(rank), chunk),
                         rank == call_.rank() ? 0 : bytes);
     };
 #pragma unroll 1
@@ -146,10 +129,7 @@ private:
     if (call_.scribbles_staging()) scribble_staging(token, chunk, kept_ranks, live_ranks);
     store_chunk<kUnaligned>(params_.out + token * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes,
                             sum.rounded());
-    if (chunk != 0 || params_.weight_grads_out == nullptr) return true;
-    if (args_.is_rank_major()) return collect_row_weights(token);
-    const WarpRoutes again = movement_.routes_of(token); // so that they take no registers above
-    return collect_weights(token, again, again.mask_of(is_live));
+    return chunk != 0 || params_.weight_grads_out == nullptr || collect_weight_grads(token);
   }
 
   // Waits for the chunks of all peers in `ranks`, two at a time: each half of the warp looks at those of one. Returns false, in
@@ -162,7 +142,7 @@ private:
       ranks.remove_lowest();
       if (!ranks.is_empty() && lane() >= kWarp / 2) peer = ranks.lowest();
       ranks.remove_lowest();
-      IncomingLlChunk incoming(staged_chunk(call_.rank(), token, kept_ranks.count_below(peer), chunk), bytes_of(chunk));
+      IncomingLlChunk incoming(staging_.chunk(call_.rank(), token, kept_ranks.count_below(peer), chunk), bytes_of(chunk));
       if (!incoming.wait(call_, peer)) return false;
     }
     return true;
@@ -172,47 +152,31 @@ private:
   __device__ void scribble_staging(int64_t token, uint32_t chunk, const RankMask& kept_ranks, RankMask ranks) const {
     ranks.remove(call_.rank());
     for (; !ranks.is_empty(); ranks.remove_lowest())
-      scribble_chunk(staged_chunk(call_.rank(), token, kept_ranks.count_below(ranks.lowest()), chunk));
+      scribble_chunk(staging_.chunk(call_.rank(), token, kept_ranks.count_below(ranks.lowest()), chunk));
   }
 
+  // Stores the gradients of the weights of a token, whose routes are loaded again, so that they take no registers before.
   // Returns false, in all lanes, when the group has failed.
-  __device__ bool collect_weights(int64_t token, const WarpRoutes& routes, uint64_t live) const {
+  __device__ bool collect_weight_grads(int64_t token) const {
     bool ok = true;
+#pragma unroll 1
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
-      if (k >= args_.top_k) continue;
-      const Route route = routes.own(first);
-      float weight = 0.0f;
-      if ((live >> k & 1) != 0 && route.rank == call_.rank()) {
-        weight = params_.weight_grads[route.slot];
-      } else if ((live >> k & 1) != 0 && ok) {
-        ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
-      }
-      if (ok) params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
-    }
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
-  }
-
-  __device__ bool collect_row_weights(int64_t token) const {
-    bool ok = true;
-    for (int k = lane(); k < args_.top_k; k += kWarp) {
-      const Route route = movement_.kept_route(token, k);
-      float weight = 0.0f;
-      if (route.slot >= 0 && route.rank == call_.rank())
-        weight = params_.weight_grads[args_.row_of_slot(route.slot) * args_.top_k + k];
-      else if (route.slot >= 0 && ok)
-        ok = receive_weight(call_, staged_weight(call_.rank(), token, k), route.rank, weight);
-      if (ok) params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
+      if (k >= args_.top_k || !ok) continue;
+      Route route = args_.is_rank_major() ? movement_.kept_route(token, k) : movement_.route_of(token, k);
+      if (!args_.is_rank_major() && !movement_.is_live(route)) route.slot = -1;
+      ok = collect_weight_grad(params_, token, k, route, [&](float& grad) {
+        return receive_weight(call_, staging_.weight(call_.rank(), token, k), route.rank, grad);
+      });
     }
     return __all_sync(~0u, ok ? 1 : 0) != 0;
   }
 
   const GatherParams& params_;
-  const DeviceGroup& group_;
   const MovementCall& args_;
   Movement& movement_;
   const CallSession& call_;
-  const WindowLayout& layout_;
+  LlGatherStaging staging_;
   int64_t row_bytes_;
   uint32_t chunks_; // LL chunks of a row of this call
   uint32_t tiles_to_send_;

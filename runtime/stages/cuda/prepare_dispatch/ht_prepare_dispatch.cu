@@ -56,7 +56,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   if (!(blockIdx.x < params.blocks.prepare ? prepare(params, call) : call.enter(params.descriptor))) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
   const WarpAssignment warp = assign_warp_role(params.role_counts, call.num_ranks(), block_of_roles(params));
-  const SignalWarp signal_warp = signal_warp_of_peers(params.role_counts, call.num_ranks());
+  const SignalWarp signal_warp = signal_warp_of(params.role_counts, lanes_of_peers(call.num_ranks()));
   if (warp.role == WarpRole::signal) signal_warp.clear();
   __syncthreads();
   if (warp.role == WarpRole::send) {

@@ -43,8 +43,7 @@ __device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
 // The rows of a rank with few tokens: a warp takes a chunk of a row at a time.
 template <bool kUnaligned>
 class LlRowsOfNewPlan {
-  using Rows = LlDispatchRows<kUnaligned>;
-  using ChunkRange = typename Rows::ChunkRange;
+  using Rows = LlRows<kUnaligned>;
 
 public:
   __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
@@ -153,12 +152,13 @@ private:
   }
   __device__ bool receive_chunk(int source, int32_t token, const ChunkRange& range) const {
     IncomingLlChunk incoming = rows_.incoming(source, token, range); // overlaps the wait
-    const auto [ok, slots] = wait_for_slots(source, token);
-    if (!ok) return false;
-    if (slots.live == 0) return true; // the token may not have been sent to this rank
-    if (!rows_.receive(incoming, source, token, range, slots)) return false;
+    const FoundSlots found = wait_for_slots(source, token);
+    if (!found.ok) return false;
+    if (found.slots.live == 0) return true; // the token may not have been sent to this rank
+    const auto store = [&](const LlChunk& chunk) { rows_.store_into(found.slots, range, chunk); };
+    if (!rows_.receive(incoming, source, token, range, store)) return false;
     return range.chunk != 0 || args_.recv_weights == nullptr ||
-           rows_.receive_weights(source, token, slots, true, Rows::k_of_place);
+           rows_.receive_weights(source, token, found.slots, true, Rows::k_of_place);
   }
 
   const PrepareDispatchParams& params_;

@@ -17,14 +17,13 @@
 //                 pads are left untouched
 #pragma once
 
-#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
+#include "runtime/stages/cuda/rows/ll_rows.cuh"
 
 namespace epx::cuda {
 
 template <bool kUnaligned>
 class LlDispatch {
-  using Rows = LlDispatchRows<kUnaligned>;
-  using ChunkRange = typename Rows::ChunkRange;
+  using Rows = LlRows<kUnaligned>;
 
 public:
   __device__ LlDispatch(const MovementParams& params, Movement& movement, const DispatchCall& args)

@@ -41,6 +41,8 @@ namespace {
 // Weights' gradients have kernels of their own, since a kernel with both loops would spill the registers of either.
 template <typename T, bool kHasProducts>
 struct CombineBwd {
+  using Format = PlainRows;
+
   CombineBwdCall call;
   int64_t row_bytes;
 

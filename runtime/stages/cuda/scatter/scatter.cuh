@@ -5,10 +5,11 @@
 #include <cmath>
 
 #include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/ll_rows.cuh"
+#include "runtime/stages/cuda/rows/row_sender.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/staging.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
-#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
-#include "runtime/stages/cuda/scatter/signal_warp.cuh"
 
 namespace epx::cuda {
 
@@ -20,9 +21,12 @@ struct SourceRow {
   const std::byte* row;
   const std::byte* sidecar;
   int32_t slot_in_place; // the slot that the row lies in already; -1: none
+  bool is_own;           // it is the input of this rank
 };
 
 struct Dispatch {
+  using Format = WireRows;
+
   DispatchCall call;
   int64_t row_bytes;
 
@@ -34,9 +38,11 @@ struct Dispatch {
   constexpr bool clears_pads() const { return call.clears_pads; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
-                                   is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes
-                                                                               : nullptr);
+    std::byte* const to = is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr;
+    if (Format::kIsReceiveFormat || source_row.is_own)
+      Format::begin_keep(pipeline, source_row.row, row_bytes, to);
+    else
+      Format::begin_receive(pipeline, source_row.row, row_bytes, to);
     if (call.sidecar_bytes > 0)
       copy_row_to_destinations(source_row.sidecar, call.sidecar_bytes,
                                is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
@@ -105,10 +111,11 @@ template <typename Operation>
 class Scatter {
 public:
   __device__ Scatter(const ScatterParams<Operation>& params, const Movement& movement, TmaRowPipeline& pipeline)
-      : params_(params), group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
-        pipeline_(pipeline) {}
+      : group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
+        pipeline_(pipeline), sender_(pipeline, params.role_counts, lanes_of_peers(movement.call().num_ranks())),
+        staging_(params.group) {}
 
-  __device__ SignalWarp signal_warp() const { return signal_warp_of_peers(params_.role_counts, call_.num_ranks()); }
+  __device__ SignalWarp signal_warp() const { return sender_.signal_warp(); }
 
   // Begins to zero the pads of the zones.
   __device__ void clear_pads(const WorkPartition& partition) const {
@@ -116,15 +123,13 @@ public:
                      call_.rank(), pipeline_, partition);
   }
 
-  // Sends tokens one after the other to all peers that have a live slot of them. The warp completes a row, and enqueues the
-  // row's ready flags for the signal warp, right before it begins to send the next one.
+  // Sends tokens one after the other to all peers that have a live slot of them.
   __device__ void send(const WarpAssignment& warp) {
     const int64_t tokens = operation_.call.num_tokens;
 #pragma unroll 1
     for (int64_t token = warp.index; token < tokens; token = movement_.next_tile(warp, tokens))
       send_token(token);
-    finish_row();
-    signal_warp().close();
+    sender_.close();
   }
 
   // Sends tokens likewise before there is a plan, into staging, whose rows lie by token (scatter_by_token). ranks_of(token)
@@ -146,14 +151,11 @@ public:
         const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
         const bool goes_there = peer >= 0 && destinations.contains(peer);
         if (__any_sync(~0u, goes_there ? 1 : 0) == 0) continue;
-        const int64_t staging = staging_row(call_.rank(), token, -1);
-        send_row(token, goes_there ? staged_row(peer, staging) : nullptr,
-                 goes_there ? staged_sidecar(peer, staging) : nullptr,
-                 goes_there ? ready_flag_at(peer, call_.rank(), token) : nullptr);
+        const int64_t row = staging_.row_of(call_.rank(), token, -1);
+        sender_.send(sent_rows(), token, goes_there ? staged_places(peer, token, row) : RowPlaces{});
       }
     }
-    finish_row();
-    signal_warp().close();
+    sender_.close();
   }
 
   // The tokens of this rank come first: they need no peer. Those of peers that have sent LL lines are left to
@@ -192,7 +194,7 @@ private:
       const Movement::PeerToken from = first + lane() < end ? token_at(first + lane()) : Movement::PeerToken{-1, 0};
       batch = movement_.slots_of_batch(from);
       if (batch.size > 0 && from.rank != call_.rank() && movement_.sends_rows(from.rank))
-        is_ready = call_.is_ready(ready_flag_at(call_.rank(), from.rank, from.token));
+        is_ready = call_.is_ready(staging_.ready_flag(call_.rank(), from.rank, from.token));
       __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
     }
 #pragma unroll 1
@@ -214,39 +216,25 @@ private:
                        : movement_.peer_token(static_cast<uint32_t>(index - own));
   }
 
-  __device__ int64_t staging_row(int source, int64_t token, int32_t first_slot) const {
-    return scatter_staging_row(group_.context.layout, group_.context.shape, source, token, first_slot);
+  __device__ SentRows sent_rows() const {
+    return {operation_.input_rows(), operation_.row_bytes, operation_.input_sidecar(), operation_.sidecar_bytes()};
   }
-  __device__ std::byte* staged_row(int receiver, int64_t row) const {
-    const WindowLayout& layout = group_.context.layout;
-    return group_.window().template at<std::byte>(receiver, layout.scatter_rows.offset + row * layout.row_stride);
-  }
-  __device__ std::byte* staged_sidecar(int receiver, int64_t row) const {
-    const WindowLayout& layout = group_.context.layout;
-    return group_.window().template at<std::byte>(receiver, layout.scatter_sidecars.offset + row * layout.sidecar_stride);
-  }
-  // The index of a source's token among all that the ranks may have.
-  __device__ int64_t index_of_token(int source, int64_t token) const {
-    return source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + token;
+  __device__ RowPlaces staged_places(int peer, int64_t token, int64_t row) const {
+    return {staging_.row(peer, row), staging_.sidecar(peer, row), staging_.ready_flag(peer, call_.rank(), token)};
   }
   // The weight of a token's route k, which has the slot.
   __device__ float* staged_weight(int receiver, int source, int64_t token, int32_t slot, int k) const {
-    const WindowLayout& layout = group_.context.layout;
     if constexpr (Operation::kMixesPaths)
-      return group_.window().template at<float>(receiver, layout.scatter_token_weights.offset) +
-             route_index(index_of_token(source, token), group_.context.shape.max_top_k, k);
+      return staging_.weight_of_route(receiver, source, token, k);
     else
-      return group_.window().template at<float>(receiver, layout.scatter_weights.offset) + slot;
-  }
-  __device__ Epoch* ready_flag_at(int receiver, int source, int64_t token) const {
-    return group_.window().template at<Epoch>(receiver, group_.context.layout.scatter_ready_flags.offset) +
-           index_of_token(source, token);
+      return staging_.weight_of_slot(receiver, slot);
   }
 
   // Returns whether a source stores its rows into the receive rows of a receiver. The source reads its own descriptor as its
   // peers do.
   __device__ bool is_in_place(int source, int receiver) const {
-    return movement_.has_registered_rows(receiver) && !call_.descriptors().stages_rows[source];
+    return Operation::Format::kIsReceiveFormat && has_registered_rows(call_, receiver) &&
+           !call_.descriptors().stages_rows[source];
   }
 
   __device__ void send_token(int64_t token) {
@@ -288,34 +276,13 @@ private:
   }
   // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
   __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
-    std::byte* row = nullptr;
-    std::byte* sidecar = nullptr;
-    Epoch* ready_flag = nullptr;
+    RowPlaces to;
     if (first_live >= 0) {
-      const int64_t staging = staging_row(call_.rank(), token, first_slot);
-      row = is_in_place(call_.rank(), peer)
-                ? movement_.rows_of(peer) + operation_.call.row_of_slot(first_live) * operation_.row_bytes
-                : staged_row(peer, staging);
-      sidecar = staged_sidecar(peer, staging);
-      ready_flag = ready_flag_at(peer, call_.rank(), token);
+      to = staged_places(peer, token, staging_.row_of(call_.rank(), token, first_slot));
+      if (is_in_place(call_.rank(), peer))
+        to.row = registered_rows(group_, call_, peer) + operation_.call.row_of_slot(first_live) * operation_.row_bytes;
     }
-    send_row(token, row, sidecar, ready_flag);
-  }
-  // Each lane passes where the token's row and sidecar go on a peer, and the row's ready flag there; or NULL.
-  __device__ void send_row(int64_t token, std::byte* row, std::byte* sidecar, Epoch* ready_flag) {
-    const int64_t row_bytes = operation_.row_bytes;
-    const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    finish_row();
-    pending_flag_ = ready_flag;
-    begin_copy_row_to_destinations(pipeline_, operation_.input_rows() + token * row_bytes, row_bytes, row);
-    if (sidecar_bytes > 0)
-      copy_row_to_destinations(operation_.input_sidecar() + token * sidecar_bytes, sidecar_bytes, sidecar);
-  }
-  // Completes the row before, if there is one.
-  __device__ void finish_row() {
-    pipeline_.finish();
-    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    cell_ ^= 1;
+    sender_.send(sent_rows(), token, to);
   }
 
   // Stores one token into its slots here. Returns false when the group has failed. `is_ready`: the warp has acquired the row's
@@ -336,20 +303,20 @@ private:
     }
     const int64_t sidecar_bytes = operation_.sidecar_bytes();
     SourceRow source_row{operation_.input_rows() + token * row_bytes, operation_.input_sidecar() + token * sidecar_bytes,
-                         -1};
-    const int64_t staging = staging_row(source, token, found.first_slot);
+                         -1, true};
+    const int64_t staging = staging_.row_of(source, token, found.first_slot);
     if (source != rank) {
       if (!is_ready) {
         bool ok = true;
-        if (lane() == 0) ok = call_.wait_ready(ready_flag_at(rank, source, token), source);
+        if (lane() == 0) ok = call_.wait_ready(staging_.ready_flag(rank, source, token), source);
         if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
         __syncwarp(); // all lanes see what lane 0 has acquired: a vote orders no memory
       }
       const int32_t first_live = slots[0];
       const bool in_place = is_in_place(source, rank);
       source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
-                             : staged_row(rank, staging),
-                    staged_sidecar(rank, staging), in_place ? first_live : -1};
+                             : staging_.row(rank, staging),
+                    staging_.sidecar(rank, staging), in_place ? first_live : -1, false};
     }
     for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
          first -= kWarp) { // the first slot, which may be in place, comes last
@@ -366,20 +333,19 @@ private:
     }
     if (call_.scribbles_staging() && source != rank) {
       pipeline_.finish();
-      scribble_row(staged_row(rank, staging), row_bytes);
-      scribble_row(staged_sidecar(rank, staging), sidecar_bytes);
+      scribble_row(staging_.row(rank, staging), row_bytes);
+      scribble_row(staging_.sidecar(rank, staging), sidecar_bytes);
     }
     return true;
   }
 
-  const MovementParams& params_;
   const DeviceGroup& group_;
   const Operation& operation_;
   const Movement& movement_;
   const CallSession& call_;
   TmaRowPipeline& pipeline_;
-  int cell_ = 0;                  // of a sender, for the next enqueue()
-  Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
+  RowSender<typename Operation::Format> sender_;
+  ScatterStaging staging_;
 };
 
 // Each warp takes a chunk of a row at a time.
@@ -388,7 +354,7 @@ __device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch>& par
                                          const WorkPartition& partition) {
   const CallSession& call = movement.call();
   const DispatchCall& args = params.operation.call;
-  const LlDispatchRows<kUnaligned> rows(params.group, call, args);
+  const LlRows<kUnaligned> rows(params.group, call, args);
   const auto tokens = static_cast<uint32_t>(params.group.context.layout.ll_tokens * (call.num_ranks() - 1));
 #pragma unroll 1
   for (auto tile = static_cast<uint32_t>(partition.index);; tile += static_cast<uint32_t>(partition.count)) {

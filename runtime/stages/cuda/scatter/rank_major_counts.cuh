@@ -3,7 +3,7 @@
 // what follows from it for the call as a whole.
 #pragma once
 
-#include "runtime/stages/cuda/rank_major/rank_major_call.cuh"
+#include "runtime/stages/cuda/scatter/rank_major_call.cuh"
 
 namespace epx::cuda {
 

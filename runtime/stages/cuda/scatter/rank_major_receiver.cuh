@@ -3,9 +3,9 @@
 // the outputs, and the plan into the handle memory.
 #pragma once
 
-#include "runtime/stages/cuda/rank_major/rank_major_counts.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/cuda/scatter/rank_major_counts.cuh"
 
 namespace epx::cuda {
 
@@ -61,20 +61,20 @@ private:
     const bool has_row = own.row < rows_of(own.source) && index < end;
     bool ok = true;
     if (has_row && lane() % lanes_per_row() == 0)
-      ok = call_.wait_ready(ready_flag_at(rank, own.source, own.row), own.source);
+      ok = call_.wait_ready(staging_.ready_flag(rank, own.source, own.row), own.source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // all lanes see what the first lane of a row has acquired: a vote orders no memory
     if (!has_row) own.source = -1;
-    const bool copies_rows = call_.descriptors().rows_allocation[rank] < 0;
+    const bool copies_rows = !is_in_place(rank);
     if (copies_rows || args_.sidecar_bytes > 0)
       for_each_row(own, [&](int source, int32_t row) {
         const int32_t slot = slot_of(source, row);
         const int64_t to = recv_row(source, row);
         if (copies_rows)
-          begin_copy_row_to_destinations(pipeline, staged_row(rank, slot), row_bytes_,
-                                         lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
+          WireRows::begin_receive(pipeline, staging_.row(rank, slot), row_bytes_,
+                                  lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
         if (args_.sidecar_bytes > 0)
-          copy_row_to_destinations(staged_sidecar(rank, slot), args_.sidecar_bytes,
+          copy_row_to_destinations(staging_.sidecar(rank, slot), args_.sidecar_bytes,
                                    lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
       });
     receive_routes(own);
@@ -93,9 +93,9 @@ private:
   }
   __device__ void scribble(int32_t slot) const {
     const int rank = call_.rank();
-    scribble_row(staged_row(rank, slot), row_bytes_);
-    scribble_row(staged_sidecar(rank, slot), args_.sidecar_bytes);
-    scribble_row(reinterpret_cast<std::byte*>(staged_routes(rank, slot)),
+    scribble_row(staging_.row(rank, slot), row_bytes_);
+    scribble_row(staging_.sidecar(rank, slot), args_.sidecar_bytes);
+    scribble_row(reinterpret_cast<std::byte*>(staging_.routes(rank, slot, args_.top_k)),
                  args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));
   }
   // The lanes of each row of a batch receive its routes.
@@ -104,7 +104,7 @@ private:
     const int first_lane = lane() / lanes * lanes;
     const bool has_row = own.source >= 0;
     const int32_t slot = has_row ? slot_of(own.source, own.row) : 0;
-    const RankMajorRoute* const routes = staged_routes(call_.rank(), slot);
+    const RankMajorRoute* const routes = staging_.routes(call_.rank(), slot, args_.top_k);
     uint64_t mask = 0;
     int32_t partial_row = 0; // of the first lane, which has a route each time
 #pragma unroll 1

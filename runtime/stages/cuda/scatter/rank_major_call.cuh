@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A call of dispatch_rank_major as one thread sees it: where rows, routes and flags lie, and how the outputs and the plan are
-// written. Staging is used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token). The
-// routes of the high-throughput path lie in ll_slot_records, whose slot records an earlier prepare has already copied.
+// A call of dispatch_rank_major as one thread sees it: how the numbers of rows, the outputs and the plan are written. Staging is
+// used as by scatter: rows, sidecars and ready flags by (source, row) instead of (source, token).
 //
 // M decides which path the call takes (takes_ll_path), so that all ranks take the same path, and the launch knows it.
 #pragma once
@@ -10,6 +9,8 @@
 #include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/row_format.cuh"
+#include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
 
@@ -32,12 +33,10 @@ using PerRank = PerRoute<T>;
 
 class RankMajorCall {
 public:
-  __device__ explicit RankMajorCall(const RankMajorParams& params)
-      : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout),
-        call_(params.group, EPX_OP_DISPATCH_RANK_MAJOR), plan_(args_.plan, params.layout),
-        row_bytes_(row_bytes(args_.dtype, args_.hidden)) {}
-
-  __device__ const CallSession& call() const { return call_; }
+  // `call` is a session of dispatch_rank_major.
+  __device__ RankMajorCall(const RankMajorParams& params, CallSession& call)
+      : params_(params), group_(params.group), args_(params.args), layout_(params.group.context.layout), call_(call),
+        plan_(args_.plan, params.layout), staging_(params.group), row_bytes_(row_bytes(args_.dtype, args_.hidden)) {}
 
 protected:
   // ---- Places ----
@@ -53,28 +52,8 @@ protected:
   __device__ LlPacket16* board_at(int owner, int source) const {
     return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
   }
-  __device__ std::byte* staged_row(int receiver, int64_t slot) const {
-    return group_.window().at<std::byte>(receiver, layout_.scatter_rows.offset + slot * layout_.row_stride);
-  }
-  __device__ std::byte* staged_sidecar(int receiver, int64_t slot) const {
-    return group_.window().at<std::byte>(receiver, layout_.scatter_sidecars.offset + slot * layout_.sidecar_stride);
-  }
-  __device__ RankMajorRoute* staged_routes(int receiver, int64_t slot) const {
-    return group_.window().at<RankMajorRoute>(receiver, layout_.ll_slot_records.offset) +
-           rank_major_route(slot, args_.top_k);
-  }
-  __device__ Epoch* ready_flag_at(int receiver, int source, int32_t row) const {
-    return group_.window().at<Epoch>(receiver, layout_.scatter_ready_flags.offset) +
-           (source * static_cast<int64_t>(group_.context.shape.max_tokens_per_rank) + row);
-  }
-  // A rank's receive rows where peers can store them in place; NULL when they lie in no allocation of the group.
-  __device__ std::byte* registered_rows(int rank) const {
-    const PeerDescriptors& descriptors = call_.descriptors();
-    if (descriptors.rows_allocation[rank] < 0) return nullptr;
-    const int64_t allocation = descriptors.rows_allocation[rank] % kMaxDeviceAllocations;
-    return group_.allocations[allocation * call_.num_ranks() + static_cast<int>(window_index(rank))] +
-           descriptors.rows_offset[rank];
-  }
+  // Returns whether a rank's rows are stored in place.
+  __device__ bool is_in_place(int rank) const { return WireRows::kIsReceiveFormat && has_registered_rows(call_, rank); }
 
   // ---- Inputs ----
 
@@ -151,8 +130,9 @@ protected:
   const DeviceGroup& group_;
   const DispatchRankMajorCall& args_;
   const WindowLayout& layout_;
-  CallSession call_;
+  CallSession& call_;
   HandleWriter plan_;
+  ScatterStaging staging_; // of the high-throughput path
   int64_t row_bytes_;
 
 private:

@@ -18,14 +18,14 @@
 // Such a call takes as long as its instructions, which are fetched into a cold instruction cache, and the loads that wait for
 // each other. So a warp begins to load its first chunk or weights before the votes, and a thread its first indices before the
 // barrier that comes before them.
-#include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
+#include "runtime/stages/cuda/scatter/ll_rank_major_dispatch.cuh"
 
 #include <cmath>
 
 #include "base/device/launch.h"
-#include "runtime/stages/cuda/rank_major/rank_major_counts.cuh"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
-#include "runtime/stages/cuda/scatter/ll_dispatch_rows.cuh"
+#include "runtime/stages/cuda/rows/ll_rows.cuh"
+#include "runtime/stages/cuda/scatter/rank_major_counts.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -79,8 +79,6 @@ private:
 
 template <bool kUnaligned>
 class LlRankMajorDispatch : public RankMajorRowCounts {
-  using ChunkRange = LlDispatchPlaces::ChunkRange;
-
   // A tile is a part of a row: each chunk is one, and so are the routes, which come last.
   struct Tile {
     uint32_t row; // a token of this rank, or an index for peer_row()
@@ -93,8 +91,9 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
   };
 
 public:
-  __device__ explicit LlRankMajorDispatch(const RankMajorParams& params)
-      : RankMajorRowCounts(params), shared_(*dynamic_shared_memory<LlRankMajorShared>()), places_(group_, call_, args_),
+  __device__ LlRankMajorDispatch(const RankMajorParams& params, CallSession& call)
+      : RankMajorRowCounts(params, call), shared_(*dynamic_shared_memory<LlRankMajorShared>()), rows_(group_, call_, args_),
+        ll_staging_(group_, call_.parity()),
         partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, params.role_counts.ll_senders) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
@@ -152,9 +151,10 @@ public:
       }
       const auto [source, row] = peer_row(tile.row);
       if (row >= rows_of(source)) continue;
-      const ChunkRange range = places_.range_at(tile.part);
-      IncomingLlChunk chunk(places_.staged_chunk(call_.rank(), source, row, range), has_chunk(tile) ? range.bytes : 0);
-      IncomingRoutes routes(staged_routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k);
+      ChunkRange range = rows_.range_at(tile.part);
+      if (!has_chunk(tile)) range.bytes = 0;
+      IncomingLlChunk chunk = rows_.incoming(source, row, range);
+      IncomingRoutes routes(ll_staging_.routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k);
       if (!(has_chunk(tile) ? receive_chunk(source, row, range, chunk) : receive_routes(source, row, routes))) return;
     }
   }
@@ -172,7 +172,7 @@ private:
     return static_cast<int>(threadIdx.x) / kWarp == warp;
   }
   __device__ uint32_t parts_of_row() const {
-    return places_.num_chunks() + 1;
+    return rows_.num_chunks() + 1;
   }
   __device__ uint32_t tiles_to_send() const {
     return static_cast<uint32_t>(args_.num_tokens) * parts_of_row();
@@ -183,7 +183,7 @@ private:
     return {row, index - row * parts};
   }
   __device__ bool has_chunk(const Tile& tile) const {
-    return tile.part < places_.num_chunks();
+    return tile.part < rows_.num_chunks();
   }
   // One warp passes the entry barrier, before which no kernel ends, and reports. Returns false when the group has failed.
   __device__ bool report() {
@@ -316,8 +316,7 @@ private:
     TileData data{};
     if (tile.row >= args_.num_tokens) return data;
     if (has_chunk(tile)) {
-      const ChunkRange range = places_.range_at(tile.part);
-      data.chunk = load_chunk<kUnaligned>(places_.token_data(range, tile.row), range.bytes);
+      data.chunk = rows_.load(tile.row, rows_.range_at(tile.part));
     } else {
       const int64_t first = route_index(tile.row, args_.top_k, 0);
       if (lane() < args_.top_k) data.weights.low = weight_of_route(first + lane());
@@ -345,13 +344,9 @@ private:
       if (const int rank = rank_in_order(token, i); kept.contains(rank)) take(rank, rows[rank]);
   }
   __device__ void send_chunk_of(const Tile& tile, const PerRank<int32_t>& rows, RankMask kept, const LlChunk& chunk) const {
-    const ChunkRange range = places_.range_at(tile.part);
-    for_each_destination(tile.row, rows, kept, [&](int rank, int32_t row) {
-      if (rank == call_.rank())
-        store_chunk<kUnaligned>(places_.recv_data(range, recv_row(rank, row)), range.bytes, chunk);
-      else
-        send_chunk(call_, places_.staged_chunk(rank, call_.rank(), row, range), range.bytes, chunk);
-    });
+    const ChunkRange range = rows_.range_at(tile.part);
+    rows_.send(tile.row, range, kept, chunk, [&](int peer) { return rows[peer]; });
+    if (const int rank = call_.rank(); kept.contains(rank)) rows_.store(recv_row(rank, rows[rank]), range, chunk);
   }
 
   // Sends each rank that keeps the token the experts that its routes go to there, and stores the routes into the plan.
@@ -382,7 +377,7 @@ private:
         if (rank == call_.rank())
           store_route(rank, row, k, route.expert, route.weight);
         else
-          store_packet_relaxed_sys(staged_routes(rank, call_.rank(), row) + k, route);
+          store_packet_relaxed_sys(ll_staging_.routes(rank, call_.rank(), row) + k, route);
         if (goes_there)
           plan_.routes[first_route + k] = {k == lowest_bit(mask) ? slot : merged_slot(slot), rank, rank_ordinal};
       }
@@ -395,16 +390,10 @@ private:
 
   // ---- Receiving ----
 
-  __device__ RankMajorRoute* staged_routes(int receiver, int source, int32_t row) const {
-    return group_.window().at<RankMajorRoute>(receiver, layout_.ll_rank_major_routes.offset) +
-           ll_scatter_weight(layout_, group_.context.shape, call_.parity(), source, row, 0);
-  }
   // These return false, in all lanes, when the group has failed.
   __device__ bool receive_chunk(int source, int32_t row, const ChunkRange& range, IncomingLlChunk& incoming) const {
-    if (!incoming.wait(call_, source)) return false;
-    store_chunk<kUnaligned>(places_.recv_data(range, recv_row(source, row)), range.bytes, incoming.get());
-    if (call_.scribbles_staging()) scribble_chunk(places_.staged_chunk(call_.rank(), source, row, range));
-    return true;
+    return rows_.receive(incoming, source, row, range,
+                         [&](const LlChunk& chunk) { rows_.store(recv_row(source, row), range, chunk); });
   }
   __device__ bool receive_routes(int source, int32_t row, IncomingRoutes& incoming) const {
     if (!incoming.wait(call_, source)) return false;
@@ -421,7 +410,8 @@ private:
   }
 
   LlRankMajorShared& shared_;
-  LlDispatchPlaces places_;
+  LlRows<kUnaligned> rows_;
+  LlScatterStaging ll_staging_;
   LlWorkPartition partition_;
 };
 
@@ -429,8 +419,9 @@ template <bool kUnaligned>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     ll_rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
-  LlRankMajorDispatch<kUnaligned> dispatch(params);
-  if (blockIdx.x == 0) dispatch.call().post(params.descriptor, 0);
+  CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
+  if (blockIdx.x == 0) call.post(params.descriptor, 0);
+  LlRankMajorDispatch<kUnaligned> dispatch(params, call);
   if (dispatch.send()) dispatch.receive();
   leave(params.group);
 }

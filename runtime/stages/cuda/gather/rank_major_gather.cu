@@ -15,18 +15,17 @@
 // A row and its ready flag are ordered as in scatter.cu. A copy has the bits that wire asks for: a row that goes home is the
 // sum of one term, +0 + x, rounded to its own type, which is x but for the sign of a zero; and that sign is lost when the home
 // rank adds the row to +0.
-#include <cmath>
-
-#include "runtime/stages/cuda/rank_major/gather_rank_major.h"
+#include "runtime/stages/cuda/gather/rank_major_gather.h"
 
 #include "base/device/launch.h"
-#include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/gather/gather_rows.cuh"
 #include "runtime/stages/cuda/gather/ll_gather.cuh"
+#include "runtime/stages/cuda/gather/weight_grads.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
+#include "runtime/stages/cuda/rows/row_sender.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
-#include "runtime/stages/cuda/scatter/signal_warp.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -36,19 +35,12 @@ template <typename T>
 class RankMajorGather {
 public:
   __device__ RankMajorGather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
-      : params_(params), group_(params.group), args_(params.call), movement_(movement), call_(movement.call()),
-        pipeline_(pipeline), layout_(params.group.context.layout),
+      : params_(params), args_(params.call), movement_(movement), call_(movement.call()), pipeline_(pipeline),
+        sender_(pipeline, params.role_counts, 1), rows_(params, movement.call()),
         row_bytes_(params.call.hidden * static_cast<int64_t>(sizeof(T))) {}
 
-  // The last warp of a CTA with send warps; its cells lie in the shared memory of its pipeline, which it does not use before
-  // SignalWarp::run() has returned.
-  __device__ SignalWarp signal_warp() const {
-    std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-    return {shared, params_.role_counts.sender_warps, 1};
-  }
+  __device__ SignalWarp signal_warp() const { return sender_.signal_warp(); }
 
-  // The warp completes a row, and enqueues the row's ready flag for the signal warp, right before it begins to send the next
-  // one.
   __device__ void send(const WarpAssignment& warp) {
     const int64_t tiles = movement_.num_peer_tokens();
 #pragma unroll 1
@@ -56,8 +48,7 @@ public:
       const Movement::PeerToken peer = movement_.peer_token(static_cast<uint32_t>(tile));
       if (movement_.is_active(peer.rank)) send_row(peer.rank, movement_.slot_of_row(peer.rank, peer.token));
     }
-    finish_row();
-    signal_warp().close();
+    sender_.close();
   }
 
   // Where the tokens are few, several warps sum a row, a part of it each.
@@ -90,42 +81,25 @@ private:
   // Warps take whole tokens when each of them, those that join later not counted, has more than so many parts to take.
   static constexpr uint32_t kManyParts = 20;
 
-  __device__ const T* row_of(int64_t slot) const {
-    return reinterpret_cast<const T*>(params_.rows) + args_.row_of_slot(slot) * args_.hidden;
-  }
-  __device__ int64_t staging_row(int64_t token, int rank_ordinal) const {
-    return partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal);
-  }
-  __device__ T* staged_row(int home, int64_t row) const {
-    return group_.window().at<T>(home, layout_.gather_rows.offset + row * layout_.row_stride);
-  }
-  __device__ float* staged_weight(int home, int64_t token, int k) const {
-    return group_.window().at<float>(home, layout_.gather_weights.offset) + route_index(token, args_.top_k, k);
-  }
-  __device__ Epoch* ready_flag_at(int home, int64_t row) const {
-    return group_.window().at<Epoch>(home, layout_.gather_ready_flags.offset) + row * kMaxRowSplits;
+  // A part of a row; all parts have one ready flag.
+  __device__ static RowSplits part_of_row(int64_t first, int64_t size) {
+    return {0, 1, first, size};
   }
 
   __device__ void send_row(int home, const TokenSlots& found) {
     if (found.slots.size() == 0) return;
     const int32_t slot = found.first_slot;
-    const int64_t to = staging_row(found.token, found.rank_ordinal);
-    finish_row();
-    if (lane() == 0) pending_flag_ = ready_flag_at(home, to);
-    begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(row_of(slot)), row_bytes_,
-                                   lane() == 0 ? reinterpret_cast<std::byte*>(staged_row(home, to)) : nullptr);
-    if (params_.weight_grads == nullptr) return;
-    const uint64_t mask = movement_.mask_of_row(slot);
-    for (int k = lane(); k < args_.top_k; k += kWarp)
-      if ((mask >> k & 1) != 0)
-        *staged_weight(home, found.token, k) = params_.weight_grads[args_.row_of_slot(slot) * args_.top_k + k];
-  }
-  // Completes the row before, if there is one.
-  __device__ void finish_row() {
-    pipeline_.finish();
-    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    pending_flag_ = nullptr;
-    cell_ ^= 1;
+    const RowSplits whole = part_of_row(0, args_.hidden);
+    RowPlaces to;
+    if (lane() == 0) {
+      to.row = reinterpret_cast<std::byte*>(rows_.staged_sum(home, found.token, found.rank_ordinal, whole));
+      to.ready_flag = rows_.ready_flag_at(home, found.token, found.rank_ordinal, whole);
+    }
+    sender_.send({params_.rows, row_bytes_, nullptr, 0}, args_.row_of_slot(slot), to);
+    if (params_.weight_grads != nullptr)
+      for_each_weight_grad(params_, movement_, slot, [&](int k, float grad) {
+        rows_.staged_weights(home)[route_index(found.token, args_.top_k, k)] = grad;
+      });
   }
 
   // Sums elements [first, first + size) of a token's rows. Returns false when the group has failed.
@@ -133,7 +107,8 @@ private:
     const WarpRoutes routes = movement_.routes_of(token);
     const uint64_t live = routes.mask_of([&](const Route& route) { return movement_.is_live(route); });
     const uint64_t own = live & routes.mask_of([&](const Route& route) { return route.rank == call_.rank(); });
-    if (!wait_for_peers(token, routes, live & ~own)) return false;
+    const RowSplits part = part_of_row(first, size);
+    if (!rows_.wait_for_peers(movement_, token, part, routes, live & ~own)) return false;
     const T* own_row = nullptr;
     int own_ordinal = kMaxTopK;
     uint64_t rank_ordinals = 0; // a bit for each rank that has a row of the token; rank ordinals ascend with the rank
@@ -143,64 +118,37 @@ private:
       const int rank_ordinal = movement_.rank_ordinal_of(routes.rank_ordinal(k));
       rank_ordinals |= uint64_t{1} << rank_ordinal;
       if ((own >> k & 1) == 0) continue;
-      own_row = row_of(routes.slot(k));
+      own_row = rows_.row_of(routes.slot(k), part);
       own_ordinal = rank_ordinal;
     }
     SumTerms<T> terms;
 #pragma unroll 1
     for (; rank_ordinals != 0; rank_ordinals &= rank_ordinals - 1) {
       const int rank_ordinal = lowest_bit(rank_ordinals);
-      terms.append((rank_ordinal == own_ordinal ? own_row : staged_row(call_.rank(), staging_row(token, rank_ordinal))) +
-                   first);
+      terms.append(rank_ordinal == own_ordinal ? own_row : rows_.staged_sum(call_.rank(), token, rank_ordinal, part));
     }
-    sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.out) + token * args_.hidden + first, size);
-    if (params_.weight_grads_out != nullptr && first == 0) collect_weights(token);
-    if (call_.scribbles_staging()) scribble_staging(token, first, size);
+    sum_rows<false>(pipeline_, terms, rows_.out(token, part), size);
+    if (params_.weight_grads_out != nullptr && first == 0) collect_weight_grads(token);
+    if (call_.scribbles_staging()) rows_.scribble_staging(token, part);
     return true;
   }
 
-  // Each lane waits for the ready flags of its routes' rows. `awaited` has a bit for each route.
-  __device__ bool wait_for_peers(int64_t token, const WarpRoutes& routes, uint64_t awaited) const {
-    bool ok = true;
-    for (int first = 0; first < args_.top_k; first += kWarp)
-      if (const Route route = routes.own(first); ok && (awaited >> (first + lane()) & 1) != 0)
-        ok = call_.wait_ready(
-            ready_flag_at(call_.rank(), staging_row(token, movement_.rank_ordinal_of(route.rank_ordinal))), route.rank);
-    const bool all = __all_sync(~0u, ok ? 1 : 0) != 0;
-    __syncwarp(); // all lanes see what each has acquired: a vote orders no memory
-    return all;
-  }
-
-  __device__ void collect_weights(int64_t token) const {
-    for (int k = lane(); k < args_.top_k; k += kWarp) {
-      const Route route = movement_.kept_route(token, k);
-      float weight = 0.0f;
-      if (route.slot >= 0)
-        weight = route.rank == call_.rank() ? params_.weight_grads[args_.row_of_slot(route.slot) * args_.top_k + k]
-                                            : *staged_weight(call_.rank(), token, k);
-      params_.weight_grads_out[route_index(token, args_.top_k, k)] = weight;
-    }
-  }
-
-  __device__ void scribble_staging(int64_t token, int64_t first, int64_t size) const {
-    for (int rank_ordinal = 0; rank_ordinal < min(args_.top_k, call_.num_ranks()); ++rank_ordinal)
-      scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), staging_row(token, rank_ordinal)) + first),
-                   size * static_cast<int64_t>(sizeof(T)));
-    if (first != 0) return;
+  __device__ void collect_weight_grads(int64_t token) const {
     for (int k = lane(); k < args_.top_k; k += kWarp)
-      *staged_weight(call_.rank(), token, k) = NAN;
+      collect_weight_grad(params_, token, k, movement_.kept_route(token, k), [&](float& grad) {
+        grad = rows_.staged_weights(call_.rank())[route_index(token, args_.top_k, k)];
+        return true;
+      });
   }
 
   const GatherParams& params_;
-  const DeviceGroup& group_;
   const MovementCall& args_;
   const Movement& movement_;
   const CallSession& call_;
   TmaRowPipeline& pipeline_;
-  const WindowLayout& layout_;
+  RowSender<PlainRows> sender_;
+  GatherRows<T> rows_;
   int64_t row_bytes_;
-  int cell_ = 0;                  // of a sender, for the next enqueue()
-  Epoch* pending_flag_ = nullptr; // lane 0 of a sender: the ready flag of the last row
 };
 
 template <typename T>

@@ -5,7 +5,7 @@
 // serve the other calls of the rank-major layout.
 //
 // This is the high-throughput path, for more rows than the staging of the low-latency path has places for (takes_ll_path);
-// ll_dispatch_rank_major.cu has the other one.
+// ll_rank_major_dispatch.cu has the other one.
 //
 //   step     warps    do                                                          wait for
 //   assign   all      give the tokens of the block's range their rows, and        barriers of the block
@@ -28,13 +28,15 @@
 // A row and its ready flag are ordered as in scatter.cu.
 #include "runtime/stages/cuda/kernels.h"
 
+#include <utility>
+
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/plan_parts.cuh"
-#include "runtime/stages/cuda/rank_major/ll_dispatch_rank_major.cuh"
-#include "runtime/stages/cuda/rank_major/rank_major_receiver.cuh"
-#include "runtime/stages/cuda/rank_major/row_assignment.cuh"
-#include "runtime/stages/cuda/scatter/signal_warp.cuh"
+#include "runtime/stages/cuda/rows/row_sender.cuh"
+#include "runtime/stages/cuda/scatter/ll_rank_major_dispatch.cuh"
+#include "runtime/stages/cuda/scatter/rank_major_receiver.cuh"
+#include "runtime/stages/cuda/scatter/row_assignment.cuh"
 
 namespace epx::cuda {
 namespace {
@@ -42,13 +44,15 @@ namespace {
 // The work of one block. What it needs of shared memory before the entry barrier lies in that of the TMA row pipelines, which
 // are made behind it.
 class RankMajorDispatch : public RankMajorReceiver {
+  using Format = WireRows;
+  using Sender = RowSender<Format>;
   struct Range {
     uint32_t begin, end;
   };
 
 public:
-  __device__ explicit RankMajorDispatch(const RankMajorParams& params)
-      : RankMajorReceiver(params), tokens_(part_of(static_cast<uint32_t>(args_.num_tokens))) {}
+  __device__ RankMajorDispatch(const RankMajorParams& params, CallSession& call)
+      : RankMajorReceiver(params, call), tokens_(part_of(static_cast<uint32_t>(args_.num_tokens))) {}
 
   // Returns whether the blocks send each other's tokens: when senders have more than two each.
   __device__ bool shares_tokens() const {
@@ -85,26 +89,28 @@ public:
   // ---- Behind the entry barrier ----
 
   // The signal warp clears its cells before the barrier.
-  __device__ SignalWarp signal_warp() const { return signal_warp_of_peers(params_.role_counts, call_.num_ranks()); }
+  __device__ SignalWarp signal_warp() const {
+    return signal_warp_of(params_.role_counts, lanes_of_peers(call_.num_ranks()));
+  }
 
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
   // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
-  __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) {
+  __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) const {
+    Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()));
     const bool shares = shares_tokens();
     const int64_t end = shares ? args_.num_tokens : tokens_.end;
     int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
 #pragma unroll 1
     while (token < end) {
       if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
-      send_token(pipeline, static_cast<uint32_t>(token));
+      send_token(pipeline, sender, static_cast<uint32_t>(token));
       if (shares)
         token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens);
       else
         token += senders_of_block();
     }
-    finish_row(pipeline);
-    if (call_.num_ranks() > 1) signal_warp().close();
+    sender.close();
   }
 
 private:
@@ -184,7 +190,7 @@ private:
         if (rank == call_.rank()) {
           store_route(rank, row_of(rank, slot), k, expert, weight);
         } else {
-          staged_routes(rank, slot)[k] = {expert, weight, partial_row, call_.epoch()};
+          staging_.routes(rank, slot, args_.top_k)[k] = {expert, weight, partial_row, call_.epoch()};
         }
       }
       const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
@@ -192,7 +198,7 @@ private:
     });
   }
 
-  __device__ void send_token(TmaRowPipeline& pipeline, uint32_t token) {
+  __device__ void send_token(TmaRowPipeline& pipeline, Sender& sender, uint32_t token) const {
     const PerRoute<Route> routes = routes_of(plan_.routes + route_index(token, args_.top_k, 0));
     send_routes(token, routes);
     const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
@@ -206,46 +212,35 @@ private:
         const int32_t kept_slot = from_lane(routes.own(k).slot, k % kWarp);
         if (from_lane(routes.own(k).rank, k % kWarp) == rank) slot = kept_slot;
       }
-      if (__any_sync(~0u, slot >= 0 ? 1 : 0) != 0) send_row(pipeline, token, rank, slot);
+      if (__any_sync(~0u, slot >= 0 ? 1 : 0) != 0) send_row(pipeline, sender, token, rank, slot);
     }
   }
   // Each lane passes a rank and the token's slot there, or -1.
-  __device__ void send_row(TmaRowPipeline& pipeline, uint32_t token, int rank, int32_t slot) {
-    std::byte* row = nullptr;
-    std::byte* sidecar = nullptr;
-    Epoch* ready_flag = nullptr;
+  __device__ void send_row(TmaRowPipeline& pipeline, Sender& sender, uint32_t token, int rank, int32_t slot) const {
+    RowPlaces to;
+    std::byte* kept = nullptr; // this rank's own place, where it gets something else than what travels
     if (slot >= 0) {
       const bool is_own = rank == call_.rank();
-      std::byte* const in_place = is_own ? args_.recv_tokens : registered_rows(rank);
       const int32_t number = row_of(call_.rank(), slot);
-      const int64_t to = recv_row(call_.rank(), number);
-      row = in_place != nullptr ? in_place + to * row_bytes_ : staged_row(rank, slot);
-      if (args_.sidecar_bytes > 0)
-        sidecar = is_own ? args_.recv_sidecar + to * args_.sidecar_bytes : staged_sidecar(rank, slot);
-      if (!is_own) ready_flag = ready_flag_at(rank, call_.rank(), number);
+      const int64_t row = recv_row(call_.rank(), number);
+      if (is_own)
+        to = {args_.recv_tokens + row * row_bytes_, args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
+      else
+        to = {staging_.row(rank, slot), staging_.sidecar(rank, slot), staging_.ready_flag(rank, call_.rank(), number)};
+      if (!is_own && is_in_place(rank)) to.row = registered_rows(group_, call_, rank) + row * row_bytes_;
+      if (!Format::kIsReceiveFormat && is_own) std::swap(kept, to.row);
     }
-    finish_row(pipeline);
-    pending_flag_ = ready_flag;
-    begin_copy_row_to_destinations(pipeline, args_.tokens + token * row_bytes_, row_bytes_, row);
-    if (args_.sidecar_bytes > 0)
-      copy_row_to_destinations(args_.sidecar + token * args_.sidecar_bytes, args_.sidecar_bytes, sidecar);
-  }
-  // Completes the row before, if there is one.
-  __device__ void finish_row(TmaRowPipeline& pipeline) {
-    pipeline.finish();
-    if (call_.num_ranks() == 1) return;
-    signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    cell_ ^= 1;
+    const SentRows from{args_.tokens, row_bytes_, args_.sidecar, args_.sidecar_bytes};
+    sender.send(from, token, to);
+    if constexpr (!Format::kIsReceiveFormat) Format::begin_keep(pipeline, from.rows + token * row_bytes_, row_bytes_, kept);
   }
 
-  Range tokens_;                  // the block's part
-  int cell_ = 0;                  // of a sender, for the next enqueue()
-  Epoch* pending_flag_ = nullptr; // of each lane of a sender: the ready flag of the last row
+  Range tokens_; // the block's part
 };
 
 __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {
-  RankMajorDispatch dispatch(params);
-  const CallSession& call = dispatch.call();
+  CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
+  RankMajorDispatch dispatch(params, call);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.begin()) return;
   dispatch.assign_rows();

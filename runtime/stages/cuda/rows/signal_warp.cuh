@@ -99,12 +99,16 @@ private:
   int senders_, lanes_;
 };
 
-// The signal warp of a CTA whose send warps send to all peers at a time: the last warp. Its cells lie in the shared memory of
-// its TMA row pipeline, which it does not use before run() has returned.
-__device__ inline SignalWarp signal_warp_of_peers(const WarpRoleCounts& role_counts, int num_ranks) {
+// The signal warp of a CTA, whose send warps pass ready flags in their first `lanes` lanes: the last warp. Its cells lie in the
+// shared memory of its TMA row pipeline, which it does not use before run() has returned.
+__device__ inline SignalWarp signal_warp_of(const WarpRoleCounts& role_counts, int lanes) {
   static_assert(SignalWarp::kSharedBytes <= TmaRowPipeline::kStagesBytes);
   std::byte* const shared = dynamic_shared_memory<std::byte>() + (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes;
-  return {shared, role_counts.sender_warps, min(num_ranks - 1, kWarp)};
+  return {shared, role_counts.sender_warps, lanes};
+}
+// The lanes of a send warp that sends to all peers at a time.
+__device__ inline int lanes_of_peers(int num_ranks) {
+  return min(num_ranks - 1, kWarp);
 }
 
 // Behind the entry barrier: the part of a warp that sends rows, or signals for those that do. Returns what the warp does from

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "runtime/stages/cuda/rank_major/rank_major_call.cuh"
+#include "runtime/stages/cuda/scatter/rank_major_call.cuh"
 
 namespace epx::cuda {
 
