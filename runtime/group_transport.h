@@ -30,9 +30,9 @@ TransportChoice choose_transport(epx_transport wanted, bool some_want_auto, Exch
 RankPlace find_place(epx_transport transport);
 
 struct GroupTransport {
-  MultiNodeTransport of;   // without rails where the group needs none
-  int rail_ctas;       // SMs that transfers by rail take at most
-  WindowLayout layout; // of the windows of a node; the same on all ranks
+  MultiNodeTransport of; // without rails where the group needs none
+  int rail_ctas;         // SMs that transfers by rail take at most
+  WindowLayout layout;   // of the windows of a node; the same on all ranks
 };
 
 // The call is collective; all ranks succeed or all throw.
