@@ -20,14 +20,14 @@ bool is_aligned(const void* pointer, uintptr_t alignment) {
   return reinterpret_cast<uintptr_t>(pointer) % alignment == 0;
 }
 
-const char* name_of(Dim dim) {
+const char* symbol_of(Dim dim) {
   return kDimNames[static_cast<size_t>(dim)];
 }
 
-std::string describe(std::initializer_list<Dim> dims) {
+std::string shape_of(std::initializer_list<Dim> dims) {
   std::string text;
   for (const Dim dim : dims)
-    text += (text.empty() ? "[" : ", ") + std::string(name_of(dim));
+    text += (text.empty() ? "[" : ", ") + std::string(symbol_of(dim));
   return text + "]";
 }
 
@@ -137,7 +137,7 @@ void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Ty
 // Returns the tensor's bytes.
 int64_t ArgumentChecker::check_sizes(const char* name, const epx_tensor& tensor, std::initializer_list<Dim> dims) {
   if (tensor.ndim != static_cast<int32_t>(dims.size()))
-    refuse("{} has {} dimensions (ndim); it must have {}: {}", name, tensor.ndim, dims.size(), describe(dims));
+    refuse("{} has {} dimensions (ndim); it must have {}: {}", name, tensor.ndim, dims.size(), shape_of(dims));
   int64_t elements = 1;
   size_t axis = 0;
   for (const Dim dim : dims) {
@@ -145,8 +145,8 @@ int64_t ArgumentChecker::check_sizes(const char* name, const epx_tensor& tensor,
     if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
     if (size_of(dim) == kUnknown) size_of(dim) = size;
     if (size != size_of(dim))
-      refuse("{} has sizes[{}] = {}; it must be {} = {}, shape {}", name, axis, size, name_of(dim), size_of(dim),
-             describe(dims));
+      refuse("{} has sizes[{}] = {}; it must be {} = {}, shape {}", name, axis, size, symbol_of(dim), size_of(dim),
+             shape_of(dims));
     if (__builtin_mul_overflow(elements, size, &elements)) refuse_size(name, tensor);
     ++axis;
   }

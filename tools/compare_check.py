@@ -9,8 +9,8 @@ pair is two runs, or three with --slowed: the third has NAME=VALUE in its enviro
 take turns, so that what drifts on the machine is the same for all. --starts N gives each file N starts, by --append.
 
 Printed are the share of rows that are the same, the share that is called slower, the standard deviation of medians between starts
-(docs/ep_bench-json.md has those that compare assumes), and by how much NAME=VALUE has slowed each row. The exit status is 1 where a share is below --min-same (95 %) or
---min-slower (90 %), and 2 where a run failed.
+(docs/ep_bench-json.md has those that compare assumes), and by how much NAME=VALUE has slowed each row. The exit status is 1 where
+a share is below --min-same (95 %) or --min-slower (90 %), and 2 where a run failed.
 
 On the host transport of 2 ranks, with calls that spin for 10 % of their time:
 
@@ -113,7 +113,8 @@ def print_shifts(before, after):
     shifts = {key: 100 * (statistics.median(after[key]) / statistics.median(values) - 1) for key, values in before.items()}
     for (tokens, layout, line), shift in shifts.items():
         print(f"{tokens:6} {layout:13} {line:25} slowed by {shift:6.2f} %")
-    print(f"slowed by, all rows: {min(shifts.values()):.2f} to {max(shifts.values()):.2f} %, median {statistics.median(shifts.values()):.2f} %")
+    print(f"slowed by, all rows: {min(shifts.values()):.2f} to {max(shifts.values()):.2f} %, "
+          f"median {statistics.median(shifts.values()):.2f} %")
 
 
 def print_share(what, verdicts, verdict, least):

@@ -104,7 +104,8 @@
  *   fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must capture a call, or none.
  * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
  *   on every rank. Let max_top_k be the largest K in use.
- * - Where no rank is known to have failed, the culprit of a failure is -1, and the message says between which ranks it was.
+ * - SYSTEM: a connection between nodes has broken. TIMEOUT, though all ranks have come: transfers did not end. Where no rank is
+ *   known to have failed, the culprit is -1, and the message says between which ranks it was.
  * - num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT), since transfers take some of the SMs.
  * - Calls that overlap on the device are not found out: their transfers may mix.
  */

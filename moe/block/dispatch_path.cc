@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "moe/block/exchange.h"
 #include "moe/block/path.h"

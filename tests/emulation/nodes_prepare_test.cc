@@ -436,10 +436,12 @@ private:
   reference::Plan oracle_;
 };
 
-TEST_CASE(
-    "prepare over nodes has the oracle's outputs where rails have no room for all tokens, and of more parts than lanes") {
+TEST_CASE("prepare over nodes has the oracle's outputs where rails or slots lack room, of more parts than lanes, of many "
+          "experts") {
   const NodesCase cases[] = {
       // ranks, of a node, experts, tokens, K, a, C, R, precision, masked, bad, hot, fixed_rail_tokens
+      {4, 2, 600, 600, 3, 1, 300, 1000, EPX_COMBINE_EXACT, 0, 0, 5}, // more experts than threads
+      {4, 2, 8, 20, 2, 16, 16, 15, EPX_COMBINE_NODE, 0, 0, 0},       // R < a drops everything
       {6, 2, 12, 30, 4, 4, 8, 0, EPX_COMBINE_WIRE, 20, 5, 0, 11},
       {4, 2, 16, 700, 2, 1, 256, 900, EPX_COMBINE_NODE, 50, 0, 5, 1},
       {2, 1, 8, 2000, 1, 1, 512, 0, EPX_COMBINE_WIRE, 20, 0, 0, 450}, // in the third tile

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tests of the kernels that begin a movement of a group of several nodes, and that take rows to and from the rails, what the
 // conformance suite on several nodes cannot see: records that ask for too much, damage, sums of -0, rows of ranks with another
-// plan, and what holds rows back. All ranks are in this thread: plans are made from the oracle's slots by plain loops, rails are memcpy, and what the
-// kernels of a leg would stage is computed by plain loops, too.
+// plan, and what holds rows back. All ranks are in this thread: plans are made from the oracle's slots by plain loops, rails
+// are memcpy, and what the kernels of a leg would stage is computed by plain loops, too.
 #include <algorithm>
 #include <atomic>
 #include <chrono>

@@ -8,7 +8,8 @@ namespace {
 
 // A kernel that spins for less would end while the next one is being launched, and slow nothing.
 constexpr double kShortestSpinNs = 2000;
-// What a call takes beside the time from one kernel's begin to the other's: the two launches, as one H200 replays a graph of them.
+// What a call takes beside the time from one kernel's begin to the other's: the two launches, as one H200 replays a graph of
+// them.
 constexpr double kUnseenNs = 3000;
 
 __device__ uint64_t begin_ns;

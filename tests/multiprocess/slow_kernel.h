@@ -6,8 +6,8 @@
 
 namespace epx::test {
 
-// Both are asynchronous on the stream, and may be captured in a graph. What is timed around them takes `fraction` longer, about, than
-// with a fraction of 0, which adds some microseconds too. A process has one such stream at a time.
+// Both are asynchronous on the stream, and may be captured in a graph. What is timed around them takes `fraction` longer, about,
+// than with a fraction of 0, which adds some microseconds too. A process has one such stream at a time.
 cudaError_t launch_note_begin(cudaStream_t stream);
 cudaError_t launch_spin(double fraction, cudaStream_t stream);
 

@@ -42,7 +42,8 @@ public:
   // All ranks of the bootstrap call this between the same two steps.
   void let_steps_differ() { steps_differ_ = true; }
 
-  // Takes part in all-gathers, without a record of its own, until one in which all ranks of the bootstrap stand by.
+  // Takes part in all-gathers, without a record of its own, until one in which all ranks of the bootstrap stand by. That comes:
+  // each all-gather is bounded, and so is the number that any group's step makes.
   void stand_by();
 
   // Tells the other ranks that this one has failed outside an exchange; they learn it in theirs.

@@ -28,7 +28,7 @@ class Communicator {
 public:
   virtual ~Communicator() = default;
 
-  // Each enqueues on the stream, all ranks in the same order, and throw RuntimeError.
+  // Each enqueues on the stream, all ranks in the same order, and throws RuntimeError.
 
   // Makes all transfers at the same time; each has another peer, which may be the own rank, and which has the same sizes the
   // other way round.
@@ -41,8 +41,8 @@ public:
   virtual void barrier(cudaStream_t stream) = 0;
 };
 
-// Returns a communicator of all ranks over NCCL, with calls ncclSend, ncclRecv, ncclAllGather and ncclAllReduce. `gpu` must outlive it.
-// Collective. Throws AgreedError.
+// Returns a communicator of all ranks over NCCL, with calls ncclSend, ncclRecv, ncclAllGather and ncclAllReduce. `gpu` must
+// outlive it. Collective. Throws AgreedError.
 std::unique_ptr<Communicator> make_communicator(const Peers& peers, Gpu& gpu);
 
 // Returns the version of the NCCL that is loaded, such as "2.28.3". Throws RuntimeError.

@@ -88,7 +88,7 @@ public:
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
   // Expert-major: one lane stores the weight's gradient that has come home on a route of this rank, behind its ready flag; 0 if
-  // the route is not live.
+  // the route is not live. That of weight_grads.cuh makes the low-latency path of the same kernel spill registers in its loop.
   __device__ void collect_weight_grad(int64_t token, int k, const Route& route, bool is_live) const {
     const int64_t index = route_index(token, params_.call.top_k, k);
     float grad = 0.0f;

@@ -28,8 +28,6 @@
 // A row and its ready flag are ordered as in scatter.cu.
 #include "runtime/stages/cuda/kernels.h"
 
-#include <utility>
-
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/plan_parts.cuh"
@@ -228,7 +226,10 @@ private:
       else
         to = {staging_.row(rank, slot), staging_.sidecar(rank, slot), staging_.ready_flag(rank, call_.rank(), number)};
       if (!is_own && is_in_place(rank)) to.row = registered_rows(group_, call_, rank) + row * row_bytes_;
-      if (!Format::kIsReceiveFormat && is_own) std::swap(kept, to.row);
+      if (!Format::kIsReceiveFormat && is_own) {
+        kept = to.row;
+        to.row = nullptr;
+      }
     }
     const SentRows from{args_.tokens, row_bytes_, args_.sidecar, args_.sidecar_bytes};
     sender.send(from, token, to);

@@ -48,6 +48,7 @@ uint64_t CallProtocol::begin(epx_operation operation) {
 }
 
 void CallProtocol::arrive(CallDescriptor descriptor) {
+  descriptor.operation = operation_;
   descriptor.sequence = 0;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     auto* target =

@@ -41,8 +41,8 @@ public:
   // number of the call, from 1.
   uint64_t begin(epx_operation operation);
 
-  // Fills in `descriptor.sequence`; the operation is that of begin. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE, MISMATCH or INTERNAL
-  // (sticky).
+  // Fills in the operation, that of begin, and the sequence number. Throws TIMEOUT, ABORTED, OUT_OF_SEQUENCE, MISMATCH or
+  // INTERNAL (sticky).
   void arrive(CallDescriptor descriptor);
 
   // Returns a rank's descriptor of this call. It is valid after arrive.

@@ -39,7 +39,7 @@ public:
     group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
     find_rows(group_, call_);
     read_counts();
-    const RowSender sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes});
+    const RowSender<WireRows> sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes});
     for (int64_t token = 0; token < call_.num_tokens; ++token)
       send_token(sender, token);
     group_.protocol.complete();
@@ -126,7 +126,7 @@ private:
   }
 
   // Stores the token, and which experts it goes to, on each rank that keeps it.
-  void send_token(const RowSender<>& sender, int64_t token) const {
+  void send_token(const RowSender<WireRows>& sender, int64_t token) const {
     const Route* const routes = plan_.routes + token * call_.top_k;
     for (int first = 0; first < call_.top_k; ++first) {
       const auto [slot, rank, rank_ordinal] = routes[first];
@@ -147,7 +147,7 @@ private:
   void receive_rows(int source) {
     const int64_t first_slot = source * call_.slots_per_source;
     const int64_t rows = plan_.source_rows[source];
-    RowReceiver received(group_, call_);
+    RowReceiver<WireRows> received(group_, call_);
     for (int64_t slot = first_slot; slot < first_slot + rows; ++slot) {
       receive_routes(source, slot);
       store_received(call_, slot, received.row(slot, slot), received.sidecar(slot));

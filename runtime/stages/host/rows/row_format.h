@@ -29,6 +29,7 @@ private:
   size_t bytes_;
 };
 
-using WireRows = PlainRows; // of all calls
+// Of dispatch, prepare_dispatch and dispatch_rank_major. Sidecars, and the gradients of combine_bwd, travel as they are.
+using WireRows = PlainRows;
 
 } // namespace epx::host

@@ -29,7 +29,7 @@ struct TokenRows {
   int64_t sidecar_bytes;    // 0: none
 };
 
-template <typename Format = WireRows>
+template <typename Format>
 class RowSender {
 public:
   // find_rows() has been called. All arguments but `tokens` must outlive the sender.
@@ -62,7 +62,7 @@ private:
 };
 
 // What has come for the slots of this rank.
-template <typename Format = WireRows>
+template <typename Format>
 class RowReceiver {
 public:
   // find_rows() has been called. All arguments must outlive the receiver.

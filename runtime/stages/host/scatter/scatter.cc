@@ -28,7 +28,8 @@ struct ReceivedRow {
   float weight; // meaningful when weights travel
 };
 
-void send_token(const Movement& movement, const RowSender<>& sender, const float* weights, int64_t token) {
+template <typename Sender>
+void send_token(const Movement& movement, const Sender& sender, const float* weights, int64_t token) {
   const MovementCall& call = movement.call;
   const GroupContext& context = movement.group.context;
   const ScatterStaging staging(movement.group);
@@ -53,8 +54,9 @@ void send_token(const Movement& movement, const RowSender<>& sender, const float
   }
 }
 
+template <typename Format>
 void send_rows(const Movement& movement, const ScatterInput& input) {
-  const RowSender sender(movement.group, movement.call, input.tokens);
+  const RowSender<Format> sender(movement.group, movement.call, input.tokens);
   for (int64_t token = 0; token < movement.call.num_tokens; ++token)
     send_token(movement, sender, input.weights, token);
 }
@@ -66,7 +68,7 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
   const MovementCall& call = movement.call;
   const GroupContext& context = movement.group.context;
   const HandleReader& plan = movement.plan;
-  RowReceiver rows(movement.group, call);
+  RowReceiver<typename Receiver::Format> rows(movement.group, call);
   const float* const weights = ScatterStaging(movement.group).weights(context.rank);
   HandleLimits::Zone zone{};
   for (int index = 0; index < movement.num_zones(); ++index) {
@@ -97,12 +99,14 @@ template <typename Receiver>
 void scatter(HostGroup& group, const MovementCall& call, const ScatterInput& input, const CallDescriptor& descriptor,
              const Receiver& receiver) {
   const Movement movement = begin_movement(group, call, descriptor);
-  if (movement.takes_part) send_rows(movement, input);
+  if (movement.takes_part) send_rows<typename Receiver::Format>(movement, input);
   group.protocol.complete();
   if (movement.takes_part) receive_rows(movement, receiver);
 }
 
 struct DispatchReceiver {
+  using Format = WireRows;
+
   const DispatchCall& call;
   int64_t row_bytes;
 
@@ -122,6 +126,8 @@ struct DispatchReceiver {
 };
 
 struct CombineBwdReceiver {
+  using Format = PlainRows;
+
   const CombineBwdCall& call;
   int64_t row_bytes;
   const rows::RowKernels& kernels = rows::row_kernels();
@@ -167,7 +173,7 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
   group.protocol.arrive(dispatch_descriptor(group, call.dispatch));
   steps.assign_slots();
   const Movement movement = movement_of_own_plan(group, call.dispatch);
-  send_rows(movement, dispatch_input(call.dispatch));
+  send_rows<WireRows>(movement, dispatch_input(call.dispatch));
   group.protocol.complete();
   steps.deliver();
   report_rows_beyond(movement);
