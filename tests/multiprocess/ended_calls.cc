@@ -145,9 +145,12 @@ TEST_CASE("a thread's check function ends its call, and peers are told which ran
   for (const epx_operation operation : kOperations) {
     CAPTURE(std::string(operation_name(operation)));
     std::atomic<bool> has_ended{false};
+    std::atomic<int> num_prepared{0};
     with_ranks(3, [&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
       rank.prepare();
+      ++num_prepared;
+      wait_until([&] { return num_prepared == 3; }); // who is still in prepare would hear of the interrupt there
       if (context.rank == 2) wait_until([&] { return has_ended.load(); });
       epx_group_report report{};
       if (context.rank == 0) {

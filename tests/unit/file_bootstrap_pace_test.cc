@@ -43,7 +43,7 @@ TEST_CASE("64 ranks that wait for rank 0 list the directory seldom") {
   const TimeLimit limit(60);
   const TempDirectory directory;
   constexpr int kWaiting = 64;
-  constexpr auto kTimeout = 2000ms;
+  constexpr auto kTimeout = 6000ms; // on a busy machine some threads come late
   const int64_t before = num_listings;
   std::vector<int> ranks(kWaiting);
   std::iota(ranks.begin(), ranks.end(), 1);
