@@ -6,6 +6,7 @@
 #include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
 
@@ -36,7 +37,7 @@ template <typename T>
 class RowForwarder {
 public:
   __device__ RowForwarder(const ForwardParams& params, const Movement& movement, TmaRowPipeline& pipeline)
-      : params_(params), args_(params.call), movement_(movement), pipeline_(pipeline), layout_(params.group.context.layout),
+      : params_(params), args_(params.call), movement_(movement), pipeline_(pipeline), staging_(params.group),
         is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
   __device__ void forward(const WorkPartition& warp) const {
@@ -75,10 +76,10 @@ private:
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
   __device__ const T* staged_row(int64_t row) const {
-    return params_.group.window().template local<T>(layout_.gather_rows.offset + row * layout_.row_stride);
+    return reinterpret_cast<const T*>(staging_.row(params_.group.context.rank, row));
   }
   __device__ float staged_weight(int64_t route) const {
-    return params_.group.window().template local<float>(layout_.gather_weights.offset)[route];
+    return staging_.weights(params_.group.context.rank)[route];
   }
   __device__ void copy_row(const T* from, T* to) const {
     begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(from),
@@ -108,7 +109,7 @@ private:
       if (ordinal == own_ordinal)
         sum_rows<false>(pipeline_, own_terms(routes, own), to, args_.hidden);
       else if ((live_ranks >> ordinal & 1) != 0)
-        copy_row(staged_row(partial_staging_row(params_.group.context.shape, token, args_.top_k, ordinal)), to);
+        copy_row(staged_row(staging_.row_of(token, args_.top_k, ordinal)), to);
       else
         fill_with_negative_zeros(to, args_.hidden);
     }
@@ -149,7 +150,7 @@ private:
   const MovementCall& args_;
   const Movement& movement_;
   TmaRowPipeline& pipeline_;
-  const WindowLayout& layout_;
+  GatherStaging staging_;
   bool is_exact_;
 };
 
