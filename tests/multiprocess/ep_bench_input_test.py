@@ -51,9 +51,9 @@ class Inputs(unittest.TestCase):
     def statuses(self):
         return [point["status"] for point in self.document()["starts"][-1]["points"]]
 
-    def start_sweep(self, *args, ranks):
+    def start_sweep(self, *args, ranks, iters=200):
         """Starts the ranks of a sweep whose first point takes a moment and whose second one does not end by itself."""
-        processes = [subprocess.Popen(self.command("--tokens", "1,2,3", "--hidden", 64, "--iters", 200, "--json", self.json, *args,
+        processes = [subprocess.Popen(self.command("--tokens", "1,2,3", "--hidden", 64, "--iters", iters, "--json", self.json, *args,
                                                    rank=rank, ranks=ranks),
                                       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                      for rank in range(ranks)]
@@ -66,7 +66,7 @@ class Inputs(unittest.TestCase):
         end = time.monotonic() + LIMIT_S
         while not self.json.exists() or not self.json.stat().st_size:
             self.assertLess(time.monotonic(), end, "no point was finished")
-            time.sleep(0.01)
+            time.sleep(0.001)
 
     def check_shape(self, value, shape, path="document"):
         """Compares JSON with a shape: a dict of the shapes of its members, a list of the one of its elements, or types."""
@@ -231,6 +231,17 @@ class Inputs(unittest.TestCase):
             self.assertEqual(self.statuses()[0], "complete")
             self.assertEqual(self.statuses()[-1], "not run")
             self.assertIn("1 tokens  dispatch", outputs[0][0])
+
+    def test_signal_while_a_group_is_created(self):
+        """The second point's group, some milliseconds after the file of the first: the ranks still agree on what has ended them."""
+        for delay_ms in range(8):
+            self.json.unlink(missing_ok=True)
+            processes = self.start_sweep("--job-id", f"signal-after-{delay_ms}", ranks=2, iters=20)
+            self.wait_for_a_point()
+            time.sleep(delay_ms / 1000)
+            processes[0].send_signal(signal.SIGINT)
+            outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
+            self.assertEqual([process.returncode for process in processes], [128 + signal.SIGINT] * 2, outputs)
 
     def test_rank_that_dies(self):
         processes = self.start_sweep("--timeout-ms", 2000, ranks=2)

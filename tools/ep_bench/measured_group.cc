@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/interrupt.h"
 
 namespace epx::bench {
 namespace {
@@ -50,6 +51,7 @@ MeasuredGroup::MeasuredGroup(const epx_bootstrap& bootstrap, const Options& opti
     : options_(options), memory_(memory), layer_{.top_k = options.top_k, .alignment = options.alignment} {
   using std::chrono::steady_clock;
   const GroupConfig config = group_config(options);
+  const KeepWaiting keep_waiting; // else a signal would end the bootstrap, by which the ranks tell each other of it
   const steady_clock::time_point begin = steady_clock::now();
   group_ = Group(bootstrap, config);
   creation_ms_ = std::chrono::duration<double, std::milli>(steady_clock::now() - begin).count();
