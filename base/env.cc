@@ -26,6 +26,7 @@ Environment read_environment() {
     const std::string value = environment.log_text.emplace(text);
     if (std::ranges::find(kLogLevels, value) != kLogLevels.end()) environment.log_level = value;
   }
+  if (const char* text = std::getenv("EPX_TUNING")) environment.tuning = text;
   return environment;
 }
 

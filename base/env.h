@@ -27,6 +27,9 @@ struct Environment {
   // quote it. Log lines go to standard error.
   std::optional<std::string> log_text;
   std::string log_level = "warn";
+
+  // EPX_TUNING has entries of the group's Tuning (runtime/tuning/tuning.h), "name=value,name=value", for measurements.
+  std::string tuning;
 };
 
 const Environment& environment();

@@ -15,6 +15,7 @@
 #include "runtime/group_transport.h"
 #include "runtime/layout/planner.h"
 #include "runtime/struct_size.h"
+#include "runtime/tuning/tuning.h"
 #include "transport/bootstrap/bootstrap_exchange.h"
 #include "transport/control/control_connection.h"
 #include "transport/interrupt.h"
@@ -92,6 +93,7 @@ void require_environment() {
   if (env.log_text && *env.log_text != env.log_level)
     fail(EPX_ERROR_INVALID_ARGUMENT, "the environment variable EPX_LOG is \"{}\"; it must be one of {}", *env.log_text,
          fmt::join(kLogLevels, ", "));
+  with_entries(Tuning{}, env.tuning); // throws where one is wrong
 }
 
 // The call is collective over the bootstrap.

@@ -12,6 +12,8 @@
 #include "runtime/layout/multi_node_shape.h"
 #include "runtime/nodes/multi_node_backend.h"
 #include "runtime/stages/cuda/cuda_backend.h"
+#include "runtime/stages/cuda/launch_plan.h"
+#include "runtime/tuning/tuning.h"
 #include "transport/nccl/gpu_fabric.h"
 #include "transport/nccl/gpu_identity.h"
 #include "transport/nccl/nccl_transport.h"
@@ -34,36 +36,42 @@ struct RankDevice {
   bool has_nccl = gpu.device >= 0 && why_no_nccl().empty();
 };
 
-// The call is collective: returns the least of what the ranks' calls of `value` return.
-template <typename Value>
-int least_of_ranks(Exchange& exchange, const Value& value) {
-  const std::vector<int32_t> all = exchange.all_gather([&] { return int32_t{value()}; });
-  return *std::ranges::min_element(all);
-}
-
 // The call is collective: ranks may have different num_comm_sms, and NCCL needs the same number of CTAs on both ends of a
 // transfer.
-int agree_on_rail_ctas(int num_comm_sms, Exchange& exchange) {
-  return least_of_ranks(exchange, [&] {
+int agree_on_rail_ctas(int ranks_per_node, int num_comm_sms, Exchange& exchange) {
+  const std::vector<int32_t> all = exchange.all_gather([&] {
     if (num_comm_sms == 1)
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "epx_group_config.num_comm_sms is {}; a group of several nodes needs at least 2, one of them for "
            "transfers, or 0 for the default",
            num_comm_sms);
-    const int num_sms = cuda::resolve_num_sms(num_comm_sms);
+    const int num_sms = cuda::LaunchPlan::resolve_num_sms(ranks_per_node, num_comm_sms, 0);
     if (rail_ctas(num_sms) == 0)
       fail(EPX_ERROR_UNSUPPORTED,
            "a group of several nodes needs at least 2 SMs, one of them for transfers; with epx_group_config.num_comm_sms = "
            "{} it may use {} of this GPU",
            num_comm_sms, num_sms);
-    return rail_ctas(num_sms);
+    return int32_t{rail_ctas(num_sms)};
   });
+  return *std::ranges::min_element(all);
+}
+
+// The call is collective: all ranks must take the same path although their GPUs and num_comm_sms may differ.
+LlLimits agree_on_ll_limits(int num_ranks, int num_comm_sms, Exchange& exchange) {
+  const std::vector<LlLimits> all =
+      exchange.all_gather([&] { return cuda::LaunchPlan::find_ll_limits(num_ranks, num_comm_sms); });
+  LlLimits least = all.front();
+  for (const LlLimits& limits : all)
+    least = {std::min(least.max_chunks, limits.max_chunks),
+             std::min(least.max_gathered_routes, limits.max_gathered_routes)};
+  return least;
 }
 
 WindowLayout layout_on(const Transport& transport, const GroupShape& shape_of_window) {
   WindowLayout layout = make_window_layout(shape_of_window, transport.window_access());
   if (transport.window_access() == WindowAccess::by_kernels && !transport.keeps_lines_whole())
-    limit_ll_tokens(layout, shape_of_window.num_ranks, 0); // rows travel in such lines on the low-latency path
+    limit_ll_path(layout, shape_of_window.num_ranks, // rows travel in such lines on the low-latency path
+                  ll_limits(measured_tuning({}, shape_of_window.num_ranks), 0));
   return layout;
 }
 
@@ -95,7 +103,7 @@ GroupTransport open_transport(epx_transport kind, const GroupShape& shape, int r
                               Exchange& exchange) {
   if (kind != EPX_TRANSPORT_NCCL) return open_host_transport(shape, rank);
   if (shape.num_nodes() > 1) {
-    const int rail_ctas = agree_on_rail_ctas(config.num_comm_sms, exchange);
+    const int rail_ctas = agree_on_rail_ctas(shape.ranks_per_node, config.num_comm_sms, exchange);
     MultiNodeTransport nodes =
         make_nccl_multi_node_transport(rank, shape.num_ranks, shape.ranks_per_node, rail_ctas, config.timeout_ms, exchange);
     const WindowLayout layout =
@@ -104,9 +112,7 @@ GroupTransport open_transport(epx_transport kind, const GroupShape& shape, int r
   }
   std::unique_ptr<Transport> transport = make_nccl_transport(rank, shape.num_ranks, config.timeout_ms, exchange);
   WindowLayout layout = layout_on(*transport, shape);
-  // All ranks must take the same path although their num_comm_sms may differ, so the smallest number of SMs decides.
-  limit_ll_tokens(layout, shape.num_ranks,
-                  least_of_ranks(exchange, [&] { return cuda::resolve_num_sms(config.num_comm_sms); }));
+  limit_ll_path(layout, shape.num_ranks, agree_on_ll_limits(shape.num_ranks, config.num_comm_sms, exchange));
   return {{std::move(transport), nullptr}, 0, layout};
 }
 

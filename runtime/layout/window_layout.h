@@ -20,9 +20,7 @@ namespace epx {
 
 constexpr int64_t kRegionAlignment = 256; // bytes; regions share no cache line, and bulk copies are aligned
 constexpr int64_t kRowAlignment = 16;     // bytes, for vector loads and bulk copies; staged sidecars are padded to it
-// Staged rows are padded to lines, since bulk stores that begin between two lines take more of the wire: on 4 H200 (4096
-// tokens, top-8) prepare_dispatch of rows of 7392 bytes took 281.7 us without it and 260.4 with it, of 4032 bytes 162.4 and
-// 155.5.
+// Staged rows are padded to lines, since bulk stores that begin between two lines take more of the wire (docs/tuning.md).
 constexpr int64_t kStagedRowAlignment = 128;
 
 // A flag has two cache lines of its own, since the adjacent-line prefetcher fetches pairs.
@@ -117,26 +115,20 @@ inline int max_copies_of_row(const GroupShape& shape) {
   return std::max(1, std::min(shape.num_ranks - 1, shape.max_top_k));
 }
 
-// Limits of the low-latency path. On 4 H200 (rows of 7168 bfloat16, top-8 of 256 experts, 132 SMs) prepare_dispatch and combine
-// of 512 tokens took 142.8 us on this path and 154.6 on the high-throughput one, in the rank-major layout dispatch and combine
-// 142.5 and 157.9. More than kMinLlTokens must fit into the routing all-gather with max_top_k routes each, so that the table of
-// their slots keeps the handle memory within its bound (epx.h).
+// Limits of the low-latency path, which sizes of memory follow from, so that they are the same on every GPU; within them
+// LlLimits has what pays on the group's GPUs. More than kMinLlTokens must fit into the routing all-gather with max_top_k routes
+// each, so that the table of their slots keeps the handle memory within its bound (epx.h).
 constexpr int kMaxLlTokens = 512;                  // of one rank
 constexpr int kMaxLlTokensOfAllRanks = 2048;       // together
 constexpr int kMinLlTokens = 128;                  // of one rank, to which the two limits below do not apply
 constexpr int64_t kMaxLlBytes = int64_t{32} << 20; // of rows that a rank sends, once for each rank that they may go to
 constexpr int kMaxGatheredRoutes = 16384;          // of the routing all-gather, all ranks together
 
-// On few SMs the path is taken up to so many chunks of one rank's longest rows for each SM, since it takes more instructions
-// than the high-throughput one. The limit is a compromise of these figures.
-// On 16 SMs (4 H200, the same rows, of 10 chunks each) prepare_dispatch and combine took 48.6 us with 32 tokens, where the
-// high-throughput path took 58.0, 81.1 and 74.4 with 64, and 288 and 142 with 256; on 32 SMs 52.7 and 63.5 with 64, and 94.1
-// and 85.5 with 128; on 48 SMs 77.3 and 74.2 with 128; on 64 SMs 101.3 and 104.3 with 256, 182.0 and 166.6 with 512; on 84 SMs
-// 149.3 and 162.2 with 512. On so few SMs the routing all-gather takes at most kMaxGatheredRoutesOfFewSms routes of all ranks
-// together: prepare of 512 tokens takes 24.9 us with the all-gather, 19.5 with the count exchange.
-constexpr int kManySms = 80;
-constexpr int kMaxLlChunksOfSm = 30;
-constexpr int kMaxGatheredRoutesOfFewSms = 8192;
+struct LlLimits {
+  int64_t max_chunks;          // of one rank's longest rows; 0: no row takes the path
+  int64_t max_gathered_routes; // of the routing all-gather, all ranks together
+};
+
 inline int64_t max_ll_tokens(const GroupShape& shape) {
   const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * max_copies_of_row(shape));
   const int64_t by_routes = kMaxGatheredRoutes / (int64_t{shape.num_ranks} * shape.max_top_k);
@@ -211,9 +203,7 @@ constexpr bool is_sound(const Waiting& waiting, int num_ranks) {
          waiting.peer < num_ranks;
 }
 
-// Gather signals the splits of a row one by one, and moves them so where warps have few of them. When it always did, combine
-// on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 220 us with unsplit rows and 207 with halves; thirds and
-// quarters took longer than halves.
+// Gather signals the splits of a row one by one, and moves them so where warps have few of them (docs/tuning.md).
 constexpr int kMaxRowSplits = 2;
 
 struct WindowLayout {
@@ -268,12 +258,10 @@ constexpr bool sends_ll_rows(const WindowLayout& layout, int64_t num_tokens, int
   return num_tokens >= 0 && num_tokens <= layout.ll_tokens && num_tokens * top_k <= layout.gathered_routes_per_rank;
 }
 
-// Limits the low-latency path to what pays on `num_sms` SMs, the fewest that any rank of the group has. 0: no row takes it.
-inline void limit_ll_tokens(WindowLayout& layout, int num_ranks, int num_sms) {
-  if (num_sms >= kManySms) return;
-  layout.ll_tokens = std::min(layout.ll_tokens, int64_t{kMaxLlChunksOfSm} * num_sms / layout.ll_row_chunks);
-  layout.gathered_routes_per_rank =
-      std::min(layout.gathered_routes_per_rank, int64_t{kMaxGatheredRoutesOfFewSms} / num_ranks);
+// Limits the low-latency path to what pays on the GPUs of the group. The limits are the same on all ranks.
+inline void limit_ll_path(WindowLayout& layout, int num_ranks, const LlLimits& limits) {
+  layout.ll_tokens = std::min(layout.ll_tokens, limits.max_chunks / layout.ll_row_chunks);
+  layout.gathered_routes_per_rank = std::min(layout.gathered_routes_per_rank, limits.max_gathered_routes / num_ranks);
 }
 
 constexpr int64_t kLlSlotRecordBytes = 16; // sizeof(LlSlotRecord), runtime/layout/slots.h, and sizeof(RankMajorRoute)

@@ -550,17 +550,13 @@ private:
 
 } // namespace
 
-int resolve_num_sms(int num_comm_sms) {
-  return LaunchPlan::resolve_num_sms(num_comm_sms, 0);
-}
-
 std::unique_ptr<Backend> make_multi_node_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,
                                                  MultiNodeTransport transport, std::unique_ptr<ControlConnection> control,
                                                  Exchange& exchange) {
   const MultiNodeShape shape = make_multi_node_shape(context.shape, context.rank);
   NodeExchange of_node(exchange, context.rank, context.shape.ranks_per_node);
   auto node_context = std::make_unique<const GroupContext>(make_node_context(context, shape));
-  const int node_sms = LaunchPlan::resolve_num_sms(num_comm_sms, rail_ctas);
+  const int node_sms = LaunchPlan::resolve_num_sms(shape.node.num_ranks, num_comm_sms, rail_ctas);
   auto node_transport = std::make_unique<LegTransport>(std::move(transport.node), *transport.rails, context);
   std::unique_ptr<LegBackend> node = make_backend(*node_context, node_sms, std::move(node_transport), of_node);
   std::unique_ptr<Backend> backend;

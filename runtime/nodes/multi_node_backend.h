@@ -12,10 +12,6 @@
 
 namespace epx::cuda {
 
-// Returns how many SMs of this GPU the calls of a group may take: num_comm_sms, but no more than there are, or the default for
-// 0.
-int resolve_num_sms(int num_comm_sms);
-
 // This is collective over `exchange`, which has all ranks of the group: all ranks succeed or all throw. The context must
 // outlive the backend; its layout is that of the node's window.
 std::unique_ptr<Backend> make_multi_node_backend(const GroupContext& context, int num_comm_sms, int rail_ctas,

@@ -389,6 +389,16 @@ TEST_CASE("EPX_LOG is refused" * doctest::skip()) {
   check_words({"EPX_LOG", std::getenv("EPX_LOG"), "off, error, warn, info, debug"}, "epx_group_create");
 }
 
+TEST_CASE("EPX_TUNING is refused" * doctest::skip()) {
+  LocalRendezvous rendezvous(1);
+  const epx_bootstrap bootstrap = rendezvous.bootstrap(0);
+  const Config config = round_config();
+  epx_group group = kUntouched;
+  CHECK(epx_group_create(&bootstrap, &config, &group) == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(group == kUntouched);
+  check_words({"EPX_TUNING", std::getenv("EPX_TUNING")}, "epx_group_create");
+}
+
 // Runs a test case in a process that has this environment variable.
 void check_in_child(const char* variable, const char* value, const char* test_case) {
   CAPTURE(value);
@@ -413,6 +423,11 @@ TEST_CASE("EPX_TIMEOUT_MS has to be a positive number") {
 TEST_CASE("EPX_LOG has to be a level") {
   for (const char* value : {"verbose", "", "WARN", "3"})
     check_in_child("EPX_LOG", value, "EPX_LOG is refused");
+}
+
+TEST_CASE("EPX_TUNING has to name entries") {
+  for (const char* value : {"batch_grids=3", "batch_grid=-1"})
+    check_in_child("EPX_TUNING", value, "EPX_TUNING is refused");
 }
 
 // ---- More memory than there is ----

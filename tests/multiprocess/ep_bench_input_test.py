@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import unittest
+from unittest import mock
 
 LIMIT_S = 60
 SUCCESS, FAILURE, USAGE = 0, 1, 2  # exit statuses
@@ -160,7 +161,7 @@ class Inputs(unittest.TestCase):
         operation |= dict.fromkeys(["logical_gbps", "wire_gbps", "memcpy_ratio", "memcpy_us", "memcpy_total_gbps"], (*number, none))
         operation |= {"interval_us": [number], "converged": bool}
         machine = {"host": str, "cpu": str, "cores": int, "gpu": none, "driver": none, "nccl": none}
-        run_shape = {"command": [str], "began": str, "library_version": str, "ranks": int, "ranks_per_node": int, "transport": str}
+        run_shape = {"command": [str], "tuning": str, "began": str, "library_version": str, "ranks": int, "ranks_per_node": int, "transport": str}
         self.check_shape({name: value for name, value in document.items() if name != "starts"}, {
             "schema": {"name": str, "version": int}, "status": str, "run": run_shape, "machine": machine})
         self.assertEqual((document["schema"], document["status"]), ({"name": "ep_bench", "version": 2}, "complete"))
@@ -263,6 +264,8 @@ class Inputs(unittest.TestCase):
         self.assertEqual([start["start"] for start in self.document()["starts"]], [0, 1, 2])
         before = self.json.read_bytes()
         self.refuse("--append", "--hidden", 32, "--json", self.json, words=["hidden of point 0 is 64", "is 32"])
+        with mock.patch.dict(os.environ, EPX_TUNING="batch_grid=7"):
+            self.refuse("--append", "--hidden", 64, "--json", self.json, words=['EPX_TUNING is ""', '"batch_grid=7"'])
         self.assertEqual(self.json.read_bytes(), before)
         for content, words in (("", None), ("{", "not JSON"), ('{"schema": 1}', "version 2 of its schema"),
                                (before[: len(before) // 2].decode(), "not JSON")):

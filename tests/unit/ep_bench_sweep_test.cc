@@ -277,7 +277,7 @@ nlohmann::json document_of(const Sweep& sweep) {
 SweepRun run(const Sweep& sweep, const MeasurePoint& measure) {
   const Peers peers(alone(), 1);
   Progress progress(sweep.points.size(), false);
-  Document document(sweep, {{"ep_bench"}, utc_now(), 1, this_machine_facts()});
+  Document document(sweep, {{"ep_bench"}, utc_now(), 1, this_machine_facts(), ""});
   SweepRun result;
   try {
     run_sweep(

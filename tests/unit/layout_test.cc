@@ -18,6 +18,7 @@
 #include "runtime/layout/slots.h"
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/stages.h"
+#include "runtime/tuning/tuning.h"
 
 namespace {
 
@@ -241,7 +242,7 @@ TEST_CASE("on few SMs fewer tokens take the low-latency path, and fewer routes a
   const epx::WindowLayout full = epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels);
   const auto on_sms = [&](int num_sms) {
     epx::WindowLayout layout = full;
-    epx::limit_ll_tokens(layout, 4, num_sms);
+    epx::limit_ll_path(layout, 4, epx::ll_limits(epx::measured_tuning({9, 0}, 4), num_sms));
     return layout;
   };
   CHECK(full.ll_row_chunks == 10);
@@ -252,7 +253,7 @@ TEST_CASE("on few SMs fewer tokens take the low-latency path, and fewer routes a
   CHECK(on_sms(0).ll_tokens == 0);
   config.max_tokens_per_rank = 9;
   epx::WindowLayout small = epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels);
-  epx::limit_ll_tokens(small, 4, 16);
+  epx::limit_ll_path(small, 4, epx::ll_limits(epx::measured_tuning({9, 0}, 4), 16));
   CHECK(small.ll_tokens == 9);
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
@@ -71,6 +72,7 @@ void check_fits(const nlohmann::json& earlier, const Sweep& sweep, const RunFact
   };
   try {
     compare("number of ranks", earlier.at("run").at("ranks"), facts.num_ranks);
+    compare("EPX_TUNING", earlier.at("run").value("tuning", ""), facts.tuning);
     const nlohmann::json machine = machine_json(facts.machine);
     for (const char* field : {"cpu", "gpu"})
       compare(field, earlier.at("machine").at(field), machine[field]);
@@ -87,6 +89,11 @@ void check_fits(const nlohmann::json& earlier, const Sweep& sweep, const RunFact
 }
 
 } // namespace
+
+std::string tuning_of_environment() {
+  const char* text = std::getenv("EPX_TUNING");
+  return text == nullptr ? "" : text;
+}
 
 std::string utc_now() {
   const std::time_t now = std::time(nullptr);
@@ -125,6 +132,7 @@ nlohmann::json Document::to_json(std::span<const PointResult> points) const {
         {"schema", {{"name", "ep_bench"}, {"version", kSchemaVersion}}},
         {"run",
          {{"command", facts_.command},
+          {"tuning", facts_.tuning},
           {"began", facts_.began},
           {"library_version", version_string(epx_version())},
           {"ranks", facts_.num_ranks},

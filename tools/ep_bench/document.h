@@ -17,11 +17,15 @@ namespace epx::bench {
 
 inline constexpr int kSchemaVersion = 2;
 
+// Returns EPX_TUNING of the environment (docs/tuning.md); empty: it is not set.
+std::string tuning_of_environment();
+
 struct RunFacts {
   std::vector<std::string> command;
   std::string began; // UTC, "2026-11-28T15:00:00Z"
   int num_ranks = 0;
   MachineFacts machine;
+  std::string tuning; // EPX_TUNING of the environment
 };
 
 // Returns the present time as RunFacts have it.

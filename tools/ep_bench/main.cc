@@ -74,8 +74,11 @@ int bench(const Launcher& launcher, const Sweep& sweep, Arguments arguments) {
   peers.together([&] { memory = make_memory(common, peers.rank()); });
   peers.together([&] {
     if (!is_root || common.json_file.empty()) return;
-    document.emplace(
-        sweep, RunFacts{{arguments.begin(), arguments.end()}, utc_now(), peers.num_ranks(), describe_machine(common)});
+    document.emplace(sweep, RunFacts{{arguments.begin(), arguments.end()},
+                                     utc_now(),
+                                     peers.num_ranks(),
+                                     describe_machine(common),
+                                     tuning_of_environment()});
   });
 
   Progress progress(sweep.points.size(), is_root);

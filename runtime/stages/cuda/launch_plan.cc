@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/cuda.h"
+#include "base/env.h"
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/protocol/device_group.h"
@@ -14,78 +15,42 @@
 namespace epx::cuda {
 namespace {
 
-// By default a group leaves so many SMs to kernels of other libraries: NCCL 2.28 gives a communicator of 4 H200 24 channels,
-// each a CTA. There two communicators that reduce 16 MiB beside matrix products, each on a stream of its own and in another
-// order on each rank, ended 1,000 times beside a grid of 84 of the 132 SMs, and hung beside 88, 96 and 100.
-constexpr int kSmsLeftToOthers = 48;
-constexpr int default_sms(int sms_of_gpu) {
-  return std::max(sms_of_gpu - kSmsLeftToOthers, (sms_of_gpu + 1) / 2);
-}
-
 // prepare has one block per tile of routes, but at least so many, since all blocks write the outputs.
 constexpr int kMinPrepareBlocks = 17;
 
-// In a smaller grid every block of prepare_dispatch's kernel sends rows, prepares, and then receives rows.
-constexpr int kMinSplitPrepareDispatchGrid = 8; // blocks
+int default_sms(const Tuning& tuning, int sms_of_gpu) {
+  return std::max(sms_of_gpu - tuning.sms_left_to_others, (sms_of_gpu + 1) / 2);
+}
 
 // Senders get SMs of their own where the grid is large enough, except in dispatch_rank_major: stores to peers that wait for the
 // wire would delay the stores of receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in
 // flight at a time, the earlier the first ones arrive, and the less work is left to receivers when the last ones have arrived.
-constexpr int kFullGrid = 128; // blocks
-constexpr int kMaxSenderBlocks = 64;
-
-// On 4 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) dispatch took 476.1 us with 64 sender blocks of 6 warps and 473.9 with
-// 64 of 4, with rows of 2016 elements 165.8 and 160.9, and with 512 tokens 80.6 and 78.4; with 2 warps the shorter rows took
-// 166.6. combine of the rank-major layout, whose receivers sum, took 81.7 us with 6 warps and 512 tokens, 82.7 with 4.
-//
-// With fewer ranks there are fewer sender blocks: more rows stay on their rank, and the wire takes less of the time. dispatch
-// on 2 H200 (4096 tokens of 7168 bfloat16, top-8 of 256) took 206 us with 32 sender blocks, 217 with 24. Each then has more
-// sender warps: on 2 H100 combine_bwd of the rank-major layout took 178.0 us with 32 blocks of 12 warps and 182.4 with 32 of 6.
-//
-// In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do; each has 12
-// sender warps. On 100 SMs of 2 H200 (11264 tokens, top-3) dispatch took 408 us with 32 blocks of 12 sender warps or 40 of 9,
-// and combine_bwd 457; with 64 of 6 they took 409 and 621, and with senders and receivers in all blocks 456 and 694.
-//
-// In the smallest grids all blocks send and receive, and whoever has no more to send or to signal receives: on 16 SMs (4096
-// tokens, top-8) that made combine_bwd with weights' gradients 1030 us instead of 1390, and without them 718 instead of 779.
-constexpr int kSenderWarpsOfMixedBlock = 6, kMaxSenderWarps = 12; // of a block that also receives; of one that only sends
-constexpr int kSendersOfFullGrid = 384, kSendersOfRowsOfFullGrid = 256; // warps
-constexpr int kMinSplitGrid = 48; // blocks; in smaller grids every block of scatter has senders and receivers
-static_assert(kMaxSenderWarps <= kMaxSendersPerSignalWarp);
-WarpRoleCounts scatter_role_counts(int blocks, ReceiverWork receivers, int num_ranks) {
-  const int sender_blocks = std::min(16 * num_ranks, kMaxSenderBlocks);
-  if (blocks >= kFullGrid) {
-    const bool fills_sender_blocks = sender_blocks == kMaxSenderBlocks;
-    const int senders =
-        fills_sender_blocks && receivers == ReceiverWork::rows ? kSendersOfRowsOfFullGrid : kSendersOfFullGrid;
-    return {sender_blocks, std::min(senders / sender_blocks, kMaxSenderWarps), 1, false};
+// In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do. In the smallest
+// ones all blocks send and receive, and whoever has no more to send or to signal receives.
+WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWork receivers) {
+  if (blocks >= tuning.full_grid) {
+    const int senders = receivers == ReceiverWork::rows ? tuning.scatter_row_senders : tuning.scatter_senders;
+    return {tuning.scatter_sender_blocks, std::min(senders / tuning.scatter_sender_blocks, tuning.scatter_sender_warps), 1,
+            false};
   }
-  if (blocks >= kMinSplitGrid) return {std::min(sender_blocks, blocks / 3), kMaxSenderWarps, 1, false};
-  return {blocks, kSenderWarpsOfMixedBlock, 1, true};
+  if (blocks >= tuning.split_grid)
+    return {std::min(tuning.scatter_sender_blocks, blocks / 3), tuning.scatter_sender_warps, 1, false};
+  return {blocks, tuning.mixed_sender_warps, 1, true};
 }
 
 // The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many
-// warps as the wire has use for, which receive in the end. On 16 SMs of 2 H100 (4096 tokens of 7168 bfloat16, top-8) it took
-// 294.5 us with 8 sender warps in each block, 232.4 with 12 and 215.1 with 14; on 84 SMs 201.7 with 12 in each of 28 blocks,
-// 193.4 with 8 and 194.4 with 9 in each of all blocks. At least one warp of each block receives from the beginning.
-constexpr int kSendersOfRankMajor = 768, kMaxSenderWarpsOfRankMajor = 14; // warps of the grid, of a block
-static_assert(kMaxSenderWarpsOfRankMajor <= kMaxSendersPerSignalWarp &&
-              kMaxSenderWarpsOfRankMajor + 2 <= kMovementThreads / 32);
-WarpRoleCounts rank_major_role_counts(int blocks) {
-  return {blocks, std::clamp(kSendersOfRankMajor / blocks, kSenderWarpsOfMixedBlock, kMaxSenderWarpsOfRankMajor), 1, true};
+// warps as the wire has use for, which receive in the end. At least one warp of each block receives from the beginning.
+WarpRoleCounts rank_major_role_counts(const Tuning& tuning, int blocks) {
+  const int senders = std::max(tuning.rank_major_senders / blocks, tuning.mixed_sender_warps);
+  return {blocks, std::min(senders, tuning.rank_major_sender_warps), 1, true};
 }
 
 // Where gather has the whole GPU, senders get that part of the blocks which they have of all rows loaded and stored: of a token
 // with experts everywhere alike, a rank sums the rows that its peers' tokens have here and stores one for each such token (in
 // exact it stores every row), and as a receiver it sums the rows that its own tokens have here with those that the peers have
-// sent. On 4 H200 (4096 tokens of 2016 bfloat16, top-8) combine took 180.0 us with 64 sender blocks, 166.8 with 80 and 167.7
-// with 96.
-//
-// In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work: on 84 SMs of 2
-// H200 combine took 205.7 us (4096 tokens, top-8) and 420.1 (11264, top-3) instead of 218.8 and 443.2 with 10 senders in each
-// block. Record 0014 in docs/decisions has more.
-WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape, int top_k) {
-  if (blocks < kFullGrid) return {std::max(blocks * 5 / 8, 1), warps, 0, true};
+// sent. In a grid that leaves SMs to others they join the receivers in the end, so that no warp is left without work.
+WarpRoleCounts gather_role_counts(const Tuning& tuning, int blocks, int warps, const GroupShape& shape, int top_k) {
+  if (blocks < tuning.full_grid) return {std::max(blocks * tuning.gather_sender_eighths / 8, 1), warps, 0, true};
   const double peers = shape.num_ranks - 1;
   const double rows_of_token = static_cast<double>(top_k) / shape.num_ranks; // on a rank
   const double sent_of_token =
@@ -97,42 +62,30 @@ WarpRoleCounts gather_role_counts(int blocks, int warps, const GroupShape& shape
 }
 
 // Senders of the low-latency path. Since a sender stores tile after tile without a wait, few of them fill the wire; what more
-// of them have stored queues up, and delays the loads of receivers, those of the same SM most of all. On 4 H200 (256 tokens of
-// 7168 bfloat16, top-8 of 256) prepare_dispatch took 41.7 us with 16 or 20 sender blocks of 132, 43.9 with 30 and 51.5 with
-// half of the warps of all blocks; on 2 H200 26.5 with 20, 31.6 with half of the blocks.
+// of them have stored queues up, and delays the loads of receivers, those of the same SM most of all. Senders of dispatch and
+// dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks there are, and a tile
+// goes to fewer others. A sender of gather looks up and sums rows before it stores a tile, which goes to one rank.
 //
-// Senders of dispatch and dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks
-// there are, and a tile goes to fewer others: on 4 H200 dispatch_rank_major took 45.5 us with 16 sender blocks, 42.9 with 20,
-// 43.6 with 30 and 47.0 with half of the warps of all blocks; on 2 H200 29.2 with 20, 23.4 with 60 and 24.5 with half of the
-// warps.
-//
-// A sender of gather looks up and sums rows before it stores a tile, which goes to one rank: combine took 48.5 us with 44
-// blocks, 46.2 with 50, 46.7 with 60, and 50.5 with half of the warps of all blocks. On 84 SMs it took 60.6 with 30 and 48.7
-// with 42. combine_rank_major of 512 tokens, whose senders sum nothing, took 105.8 with 20, 80.3 with 28, 74.0 with 36 and 73.6
-// with 50.
-//
-// In smaller grids receivers would miss those blocks: combine of 64 SMs took 57.2 us instead of 56.6, of 48 SMs 70.1 instead of
-// 67.5, and dispatch of 32 SMs 68.6 instead of 67.3. Nor are there such blocks where one of their warps would have fewer
-// tiles than the minimum below.
-constexpr int kLlSenderBlocks = 20, kLlSenderBlocksOfOneCopy = 60, kMinLlScatterGrid = 40, kMinTilesOfLlScatterSender = 2;
-constexpr int kLlGatherSenderBlocks = 50, kMinLlGatherGrid = 65, kMinTilesOfLlGatherSender = 4;
+// In smaller grids receivers would miss those blocks. Nor are there such blocks where one of their warps would have too few
+// tiles.
 constexpr LlSenders ll_senders(int blocks, int sender_blocks, int min_grid, int min_tiles) {
   const auto senders = static_cast<uint32_t>(std::min(sender_blocks, blocks / 2));
   return {senders, blocks >= min_grid ? senders * kMovementThreads / 32 * static_cast<uint32_t>(min_tiles)
                                       : std::numeric_limits<uint32_t>::max()};
 }
-LlSenders ll_senders_of_prepare_dispatch(int blocks) {
-  return ll_senders(blocks, kLlSenderBlocks, kMinLlScatterGrid, kMinTilesOfLlScatterSender);
+LlSenders ll_senders_of_prepare_dispatch(const Tuning& tuning, int blocks) {
+  return ll_senders(blocks, tuning.ll_prepare_dispatch_sender_blocks, tuning.ll_scatter_grid, tuning.ll_scatter_tiles);
 }
-LlSenders ll_scatter_senders(int blocks, const GroupShape& shape) {
-  const int sender_blocks = std::max(kLlSenderBlocksOfOneCopy / max_copies_of_row(shape), 1);
-  return ll_senders(blocks, sender_blocks, kMinLlScatterGrid, kMinTilesOfLlScatterSender);
+LlSenders ll_scatter_senders(const Tuning& tuning, int blocks, const GroupShape& shape) {
+  const int sender_blocks = std::max(tuning.ll_scatter_copies / max_copies_of_row(shape), 1);
+  return ll_senders(blocks, sender_blocks, tuning.ll_scatter_grid, tuning.ll_scatter_tiles);
 }
-LlSenders ll_gather_senders(int blocks) {
-  return ll_senders(blocks, kLlGatherSenderBlocks, kMinLlGatherGrid, kMinTilesOfLlGatherSender);
+LlSenders ll_gather_senders(const Tuning& tuning, int blocks) {
+  return ll_senders(blocks, tuning.ll_gather_sender_blocks, tuning.ll_gather_grid, tuning.ll_gather_tiles);
 }
 
 struct Device {
+  GpuKind kind;
   int num_sms;
   int max_shared_bytes; // per block
 };
@@ -141,10 +94,19 @@ Device this_device() {
   int ordinal = 0;
   Device device{};
   check_cuda(cudaGetDevice(&ordinal), "cudaGetDevice");
-  check_cuda(cudaDeviceGetAttribute(&device.num_sms, cudaDevAttrMultiProcessorCount, ordinal), "cudaDeviceGetAttribute");
-  check_cuda(cudaDeviceGetAttribute(&device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal),
-             "cudaDeviceGetAttribute");
+  const auto get = [&](int& value, cudaDeviceAttr attribute) {
+    check_cuda(cudaDeviceGetAttribute(&value, attribute, ordinal), "cudaDeviceGetAttribute");
+  };
+  get(device.kind.major, cudaDevAttrComputeCapabilityMajor);
+  get(device.kind.minor, cudaDevAttrComputeCapabilityMinor);
+  get(device.num_sms, cudaDevAttrMultiProcessorCount);
+  get(device.max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   return device;
+}
+
+// `num_ranks`: on a node.
+Tuning tuning_of(const Device& device, int num_ranks) {
+  return with_entries(measured_tuning(device.kind, num_ranks), environment().tuning);
 }
 
 // Loads a kernel: lazy loading behind a kernel that waits for a peer would never end. Returns the limit of dynamic shared
@@ -178,17 +140,24 @@ void load_kernels(std::span<const void* const> kernels) {
     load(kernel, device);
 }
 
-int LaunchPlan::resolve_num_sms(int num_comm_sms, int others) {
+int LaunchPlan::resolve_num_sms(int num_ranks, int num_comm_sms, int others) {
   static_assert(kMovementBlocksPerSm == 1); // so that only prepare's grid may have more blocks than the group has SMs
-  const int sms_of_gpu = std::min(this_device().num_sms, kMaxGridBlocks);
-  const int num_sms = num_comm_sms == 0 ? default_sms(sms_of_gpu) : std::min(num_comm_sms, sms_of_gpu);
+  const Device device = this_device();
+  const int sms_of_gpu = std::min(device.num_sms, kMaxGridBlocks);
+  const int num_sms =
+      num_comm_sms == 0 ? default_sms(tuning_of(device, num_ranks), sms_of_gpu) : std::min(num_comm_sms, sms_of_gpu);
   return std::max(num_sms - others, 1);
+}
+
+LlLimits LaunchPlan::find_ll_limits(int num_ranks, int num_comm_sms) {
+  return ll_limits(tuning_of(this_device(), num_ranks), resolve_num_sms(num_ranks, num_comm_sms, 0));
 }
 
 LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_comm_sms)
     : shape_(shape), max_ll_tokens_(max_ll_tokens) {
   const Device device = this_device();
-  num_sms_ = resolve_num_sms(num_comm_sms, 0);
+  tuning_ = tuning_of(device, shape.num_ranks);
+  num_sms_ = resolve_num_sms(shape.num_ranks, num_comm_sms, 0);
   prepare_shared_bytes_ = prepare_shared_bytes(shape.num_experts);
   const size_t max_shared_bytes =
       std::min(load(prepare_kernel_address(false), device), load(prepare_kernel_address(true), device));
@@ -268,7 +237,7 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
                                                       cudaStream_t stream) {
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
   const int max_blocks = prepare_dispatch_blocks_;
-  if (max_blocks < kMinSplitPrepareDispatchGrid) // all blocks do both
+  if (max_blocks < tuning_.prepare_dispatch_grid) // every block prepares, sends rows, and then receives rows
     return {next(max_blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
             {static_cast<unsigned>(max_blocks), 0},
             {}};
@@ -278,29 +247,20 @@ PrepareDispatchGrid LaunchPlan::next_prepare_dispatch(int64_t tokens, int top_k,
   if (pad_alignment <= 1) rows = movement_blocks(tokens, row_bytes, rows); // an aligned zone has many pads
   return {next(prepare + rows, kMovementThreads, prepare_dispatch_shared_bytes_, stream),
           {static_cast<unsigned>(prepare), static_cast<unsigned>(prepare)},
-          ll_senders_of_prepare_dispatch(rows)};
+          ll_senders_of_prepare_dispatch(tuning_, rows)};
 }
 
 // In a smaller grid the blocks that prepare would have to send, too, and the copies that rows in place spare would take longer
-// than prepare: on 16 SMs of 4 H200 (4096 tokens of 7168 bfloat16, top-8) one kernel took 797 us, two take 623. On 84 SMs it
-// takes 486 us instead of 494, and 512 tokens on 132 SMs 83 instead of 92.
-//
-// With two ranks local copies take more of the time than the wire, so that the copies of staged rows take longer than prepare
-// where routes have many bytes. On 2 H200 (bfloat16, top-8) prepare_dispatch + combine of rows of 7168 elements took 143.7 us
-// with one kernel and 153.8 with two for 1024 tokens, 231.1 and 230.4 for 2048, and 405.6 and 393.6 for 4096; prepare_dispatch
-// of 4096 rows of 4096 elements 140.7 and 135.0, of 3696 elements 128.6 and 134.2, and with top-1 of 5120 elements 79.8 and
-// 92.0.
+// than prepare. With two ranks local copies take more of the time than the wire, so that the copies of staged rows take longer
+// than prepare where routes have many bytes.
 bool LaunchPlan::has_ht_prepare_dispatch(int64_t route_bytes) const {
-  constexpr int64_t kMaxRouteBytesOfTwoRanks = 250'000'000;
-  return prepare_dispatch_blocks_ >= kMinSplitGrid && shape_.num_ranks > 1 &&
-         (shape_.num_ranks > 2 || route_bytes <= kMaxRouteBytesOfTwoRanks);
+  return prepare_dispatch_blocks_ >= tuning_.split_grid && shape_.num_ranks > 1 &&
+         route_bytes <= int64_t{tuning_.ht_prepare_dispatch_mb} * 1'000'000;
 }
 
 HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream) {
-  static_assert(kMinSplitGrid - kMinSplitGrid / 3 >= kMinPrepareBlocks &&
-                kFullGrid - kMaxSenderBlocks >= kMinPrepareBlocks);
   const int blocks = prepare_dispatch_blocks_;
-  const WarpRoleCounts role_counts = scatter_role_counts(blocks, ReceiverWork::rows, shape_.num_ranks);
+  const WarpRoleCounts role_counts = scatter_role_counts(tuning_, blocks, ReceiverWork::rows);
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
   const int most = std::min(blocks - role_counts.sender_blocks, prepare_blocks_); // senders begin at once
   const int prepare = static_cast<int>(std::clamp<int64_t>(tiles, kMinPrepareBlocks, most));
@@ -312,31 +272,41 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int pad
   int blocks = scatter_blocks_;
   if (pad_alignment <= 1) { // an aligned zone has many pads, however few the tokens are
     blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
-    // A low-latency dispatch is faster with PDL behind a small prepare, on the SMs that prepare leaves, than later on all SMs:
-    // on 2 H200 prepare, dispatch and combine of 128 tokens took 52.6 us with 67 blocks, 54.8 with 84 of 84 SMs.
+    // A low-latency dispatch is faster with PDL behind a small prepare, on the SMs that prepare leaves, than later on all SMs.
     const int room = room_beside_last(stream);
     if (may_take_ll_path(tokens) && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  WarpRoleCounts role_counts = receivers == ReceiverWork::routes ? rank_major_role_counts(blocks)
-                                                                 : scatter_role_counts(blocks, receivers, shape_.num_ranks);
-  role_counts.ll_senders = receivers == ReceiverWork::sums ? ll_gather_senders(blocks) : ll_scatter_senders(blocks, shape_);
+  WarpRoleCounts role_counts = receivers == ReceiverWork::routes ? rank_major_role_counts(tuning_, blocks)
+                                                                 : scatter_role_counts(tuning_, blocks, receivers);
+  role_counts.ll_senders =
+      receivers == ReceiverWork::sums ? ll_gather_senders(tuning_, blocks) : ll_scatter_senders(tuning_, blocks, shape_);
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts};
 }
 
 // Rows that do not consist of lines take less of the wire in staging, whose rows begin at lines, and the copies that this costs
 // are hidden where receivers have SMs of their own. With two ranks the wire is not what limits a scatter.
 bool LaunchPlan::stages_rows(int blocks, int64_t row_bytes) const {
-  return row_bytes % kStagedRowAlignment != 0 && blocks >= kMinSplitGrid && shape_.num_ranks > 2;
+  return row_bytes % kStagedRowAlignment != 0 && blocks >= tuning_.split_grid && tuning_.stages_odd_rows == 1;
 }
 
 MovementGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles,
                                      cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
   const int threads = by_long_tiles ? kLongTileGatherThreads : kMovementThreads;
-  WarpRoleCounts role_counts = gather_role_counts(blocks, threads / 32, shape_, top_k);
-  role_counts.ll_senders = ll_gather_senders(blocks);
+  WarpRoleCounts role_counts = gather_role_counts(tuning_, blocks, threads / 32, shape_, top_k);
+  role_counts.ll_senders = ll_gather_senders(tuning_, blocks);
   return {next(blocks, threads, by_long_tiles ? long_tile_gather_shared_bytes() : movement_shared_bytes(), stream),
           role_counts};
+}
+
+// Where the wire is the limit and not the SMs, batches only delay what receivers wait for; the more peers there are, the fewer
+// SMs fill the wire.
+bool LaunchPlan::takes_batches(const MovementGrid& grid, int64_t tokens) const {
+  const bool is_alone = shape_.num_ranks == 1; // without senders
+  const int64_t warps =
+      int64_t{is_alone ? grid.grid.blocks : grid.role_counts.sender_blocks} * grid.role_counts.sender_warps;
+  return grid.grid.blocks <= tuning_.batch_grid &&
+         tokens * (is_alone ? 1 : shape_.num_ranks - 1) > tuning_.batch_tokens * warps;
 }
 
 } // namespace epx::cuda

@@ -3,8 +3,8 @@
 // dependent launch (PDL).
 //
 // Every kernel of the stages is a cooperative grid whose blocks wait for peers, and holds its SMs meanwhile. So a group takes
-// no more SMs than num_comm_sms, and by default leaves kSmsLeftToOthers to kernels of other libraries that wait as well (epx.h,
-// "Beside other kernels").
+// no more SMs than num_comm_sms, and by default leaves some to kernels of other libraries that wait as well (epx.h, "Beside
+// other kernels"). What was measured of that is in the group's Tuning.
 #pragma once
 
 #include <cstddef>
@@ -15,6 +15,7 @@
 
 #include "base/device/grid.h"
 #include "runtime/config.h"
+#include "runtime/tuning/tuning.h"
 
 namespace epx::cuda {
 
@@ -87,8 +88,10 @@ public:
   // for the default). max_ll_tokens: the window's ll_tokens. Throws.
   LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_comm_sms);
 
-  // Returns how many SMs of this GPU are left of num_comm_sms (0: the default) when `others` are taken; at least 1.
-  static int resolve_num_sms(int num_comm_sms, int others);
+  // Of this GPU, in a group that has so many ranks on a node. resolve_num_sms returns how many SMs are left of num_comm_sms (0:
+  // the default) when `others` are taken; at least 1.
+  static int resolve_num_sms(int num_ranks, int num_comm_sms, int others);
+  static LlLimits find_ll_limits(int num_ranks, int num_comm_sms);
 
   int num_sms() const { return num_sms_; } // the SMs that the group takes at most
   int max_prepare_blocks() const { return prepare_blocks_; }
@@ -109,6 +112,8 @@ public:
   bool stages_rows(int blocks, int64_t row_bytes) const;
   // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
   MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
+  // Returns whether a gather by long h-tiles on that grid is to take batches of tokens.
+  bool takes_batches(const MovementGrid& grid, int64_t tokens) const;
   // Returns whether a call in which this rank has so many tokens may take the low-latency path.
   bool may_take_ll_path(int64_t tokens) const { return max_ll_tokens_ > 0 && tokens <= max_ll_tokens_; }
 
@@ -122,6 +127,7 @@ private:
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
 
   GroupShape shape_;
+  Tuning tuning_;
   int64_t max_ll_tokens_; // tokens per rank up to which the low-latency path is taken; 0: the group has none
   int num_sms_;
   int prepare_blocks_;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // BatchGather is the high-throughput path of combine and dispatch_bwd on few SMs, where senders have many tokens to take, in
-// precision wire and by long h-tiles (takes_batches, gather.cu). It has the warp roles of gather.cu, but a tile is a batch of
+// precision wire and by long h-tiles (LaunchPlan::takes_batches). It has the warp roles of gather.cu, but a tile is a batch of
 // whole tokens:
 //
 //   - They are looked up at the same time. A look-up is a chain of dependent loads, and takes hundreds of instructions.
 //   - Their rows are read one after the other, without draining the ring in between.
-//   - Their sums are signaled behind one fence, which waits until all that the SM has stored is complete. On 16 SMs of 4 H200 a
-//     fence for each token made combine 675 us instead of 563 (4096 tokens of 7168 bfloat16, top-8; 549 without fences).
+//   - Their sums are signaled behind one fence, which waits until all that the SM has stored is complete. A fence for each token
+//     made combine 20 % slower (docs/tuning.md).
 //
 // Where warps have few tokens, batches would leave some of them without work at the end, and delay what receivers wait for.
 #pragma once
@@ -107,8 +107,7 @@ public:
 
 private:
   __device__ TokenTiles tiles_of(int64_t tokens, const WarpAssignment& warp) const {
-    // With fewer tokens, larger batches leave warps without work at the end: on 48 SMs of 2 H200 combine took 207 us with
-    // batches of 2, 222 to 226 with larger ones and 217 without (4096 tokens of 7168 bfloat16, top-8).
+    // With fewer tokens, larger batches leave warps without work at the end (docs/tuning.md).
     constexpr int kTokensForLargeBatches = 16, kSinglesPerWarp = 1;
     const int batch_tokens = tokens > kTokensForLargeBatches * warp.count ? SlotBatch::max_tokens(args_.top_k) : 2;
     const auto warps = static_cast<int32_t>(warp.count + warp.joining);

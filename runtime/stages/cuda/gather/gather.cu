@@ -15,7 +15,7 @@
 // Where warps have few tiles, a tile is one split of a token's rows (gather_rows.cuh): smaller tiles let receivers start
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
 // they have more, a tile is all splits of a token's rows, which spares looking up the token twice. On few SMs, and where they
-// have many, batch_gather_kernel takes a batch of tokens as a tile (takes_batches; batch_gather.cuh).
+// have many, batch_gather_kernel takes a batch of tokens as a tile (LaunchPlan::takes_batches; batch_gather.cuh).
 #include "runtime/stages/cuda/kernels.h"
 
 #include <algorithm>
@@ -61,9 +61,7 @@ public:
   }
 
 private:
-  // Warps take all splits of a token at a time when each of them has more than so many to take. On 84 SMs of 2 H200 (4096
-  // tokens of bfloat16, top-8), where senders have 10 or 13, combine took 190.8 us by whole tokens and 203.0 by halves with
-  // H = 7168, 132.8 and 149.4 with H = 4096.
+  // Warps take all splits of a token at a time when each of them has more than so many to take (docs/tuning.md).
   static constexpr int kManySplits = 8;
 
   // All warps of a role, also those that join it, get the same result.
@@ -234,9 +232,9 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   if (movement.begin()) send_and_sum<Gather<T, kTile>, GatherBlock<T, kTile>>(params, movement);
 }
 
-// Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers. On 16 SMs
-// of 2 H200 (4096 tokens of 7168 bfloat16, top-8) combine took 483.9 us by long h-tiles in 12 warps, and 501.2 in 16. Short
-// ones have one because the kernel without a tile has the low-latency path, too, and its sums spill registers.
+// Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers, so that
+// it has fewer warps. Short ones have one because the kernel without a tile has the low-latency path, too, and its sums spill
+// registers. What each of the kernels buys is in docs/tuning.md.
 template <typename T, int kTile>
 __global__ void __launch_bounds__(GatherBlock<T, kTile>::kThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
@@ -245,8 +243,7 @@ __global__ void __launch_bounds__(GatherBlock<T, kTile>::kThreads, kMovementBloc
   leave(params.group);
 }
 
-// Batches have a kernel of their own because with them in gather_kernel, calls without them took 2 to 5 % longer on 48 SMs of 2
-// H200.
+// Batches have a kernel of their own because with them in gather_kernel, calls without them take longer.
 template <typename T>
 __global__ void __launch_bounds__(GatherBlock<T, kLongTile>::kThreads, kMovementBlocksPerSm)
     batch_gather_kernel(const __grid_constant__ GatherParams params) {
@@ -257,23 +254,12 @@ __global__ void __launch_bounds__(GatherBlock<T, kLongTile>::kThreads, kMovement
   leave(params.group);
 }
 
-// Returns whether batch_gather_kernel makes a call by long h-tiles: where SMs are few, so that they are the limit. Where the
-// wire is the limit, batches only delay what receivers wait for; the more peers there are, the fewer SMs fill the wire. 4096
-// tokens of 7168 bfloat16, top-8: on 4 H200 combine took 501.6 us with batches and 572.5 without on 32 SMs, 500.8 and 480.0 on
-// 48, and 485.8 and 477.8 on 84; on 2 H200 207.1 and 217.0 on 48, and 198.5 and 191.2 on 84.
+// Returns whether batch_gather_kernel can make a call by long h-tiles.
 template <typename T>
-bool takes_batches(const GroupShape& shape, const MovementGrid& grid, const MovementCall& call,
-                   const GatherTensors& tensors) {
-  constexpr int kMaxBatchGrid = 64, kMaxBatchGridsOfRanks = 160; // blocks; of one rank, of all together
-  constexpr int kTokensForBatches = 8;                           // of each sender; of one rank alone, of each receiver
-  const bool is_alone = shape.num_ranks == 1;
-  const int64_t tokens = call.num_tokens * (is_alone ? 1 : shape.num_ranks - 1);
-  const int64_t warps =
-      int64_t{is_alone ? grid.grid.blocks : grid.role_counts.sender_blocks} * grid.role_counts.sender_warps;
+bool can_take_batches(const GroupShape& shape, const MovementCall& call, const GatherTensors& tensors) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(tensors.rows) | reinterpret_cast<uint64_t>(tensors.out);
-  return grid.grid.blocks <= std::min(kMaxBatchGrid, kMaxBatchGridsOfRanks / shape.num_ranks) &&
-         tokens > kTokensForBatches * warps && shape.precision != EPX_COMBINE_EXACT &&
-         call.top_k <= BatchGather<T>::kMaxTopK && !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
+  return shape.precision != EPX_COMBINE_EXACT && call.top_k <= BatchGather<T>::kMaxTopK &&
+         !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
 }
 
 constexpr int64_t kMaxHidden = 1 << 30; // ListReader numbers the bytes of a row by an int
@@ -289,7 +275,8 @@ cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const Movement
   const GatherParams params{make_movement_params(group, grid.role_counts, call, describe_movement(call, weights, 0)),
                             tensors};
   if constexpr (LongTileReader<T>::kTakesType) {
-    if (by_long_tiles && takes_batches<T>(group.context.shape, grid, call, tensors))
+    if (by_long_tiles && plan.takes_batches(grid, call.num_tokens) &&
+        can_take_batches<T>(group.context.shape, call, tensors))
       return launch_cooperative(&batch_gather_kernel<T>, grid.grid, stream, params);
     if (by_long_tiles) return launch_cooperative(&gather_kernel<T, kLongTile>, grid.grid, stream, params);
     if (takes_list_reader && ShortTileReader<T>::takes(call.hidden))

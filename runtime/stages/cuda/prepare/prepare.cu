@@ -55,8 +55,8 @@ __device__ __forceinline__ void prepare(const PrepareParams& params) {
   prepare_behind_entry(c);
 }
 
-// With one block on an SM threads may have 128 registers, and nothing is spilled. On 2 H200 (4096 tokens, top-8 of 256) prepare
-// took 20.1 us so, and 23.1 with 64 registers; on 16 SMs, where there are more blocks with 64, 32.3 and 26.3.
+// With one block on an SM threads may have 128 registers, and nothing is spilled. On few SMs more blocks with 64 registers are
+// faster (docs/tuning.md).
 template <int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) prepare_kernel(const __grid_constant__ PrepareParams params) {
   pdl_wait(params);
