@@ -140,4 +140,5 @@ use_local_mpi() {
   export OMPI_MCA_hwloc_base_binding_policy=none
   export OMPI_MCA_btl_vader_single_copy_mechanism=none # containers forbid process_vm_readv
   export OMPI_MCA_btl=self,vader
+  export OMPI_MCA_mpi_yield_when_idle=1 # there are more ranks than cores, and a rank that waits polls
 }
