@@ -36,7 +36,7 @@ struct HandleLimits {
   }
   // Returns the slot of a route that was kept, also of one that shares the row of an earlier k; else -1.
   constexpr int32_t slot_of_kept(const Route& route) const {
-    const int32_t slot = epx::slot_of_kept(route.slot);
+    const int32_t slot = decode_slot(route.slot);
     return is_slot(slot) && is_rank(route.rank) ? slot : -1;
   }
   // Returns a source rank's number of rows in a rank-major plan.

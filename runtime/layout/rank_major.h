@@ -16,14 +16,15 @@ constexpr int64_t kExpertMajor = -1; // takes the place of M in the expert-major
 constexpr int64_t slots_per_source(const GroupShape& shape, int64_t rows_per_source) {
   return rows_per_source < shape.max_tokens_per_rank ? rows_per_source : shape.max_tokens_per_rank;
 }
-// Several routes of a token to one rank share a row, and so a slot. The route with the lowest k has that slot in Route::slot,
-// and the others have merged_slot(slot), which is below -1. The function is its own inverse.
-constexpr int32_t merged_slot(int32_t slot) {
-  return -2 - slot;
+// Several routes of a token to one rank share a row, and so a slot. These two are the code of Route::slot in a rank-major plan:
+// the first of those routes, which has the lowest k, has the slot itself, and the others a number below -1. So whoever looks
+// for slots that are not negative finds each row once.
+constexpr int32_t encode_slot(int32_t slot, bool is_first) {
+  return is_first ? slot : -2 - slot;
 }
-// Returns the slot of a route that was kept, merged or not; else a negative number.
-constexpr int32_t slot_of_kept(int32_t slot) {
-  return slot < -1 ? merged_slot(slot) : slot;
+// Returns the slot of a kept route, first or not; -1: the route is masked or dropped.
+constexpr int32_t decode_slot(int32_t code) {
+  return code < -1 ? -2 - code : code;
 }
 
 // Says which k of a row's token go to this rank. It takes the place of a SlotRecord, behind those of all slots; plans of top-1
@@ -55,8 +56,9 @@ constexpr PartialRow partial_row_at(const GroupShape& shape, int32_t staging_row
 }
 
 // A source sends this for each (row, k) of dispatch_rank_major beside the row. On the low-latency path it is an LL packet. On
-// the high-throughput path it lies in ll_slot_records, and is read behind the row's ready flag; its epoch lies where an
-// LlSlotRecord has one: a later prepare polls these words, and must find the epoch of an old call there, not arbitrary data.
+// the high-throughput path it lies in WindowLayout::rank_major_routes(), and is read behind the row's ready flag. A later
+// prepare may poll these words as slot records, and must find the epoch of an old call, not arbitrary data. So the epoch lies
+// where an LlSlotRecord has one.
 struct alignas(16) RankMajorRoute {
   int32_t expert;      // local on the receiver; -1: the route is masked or goes to another rank
   float weight;        // 0 where weights do not travel

@@ -77,7 +77,7 @@ static_assert(sizeof(LlSlotRecord) == kLlSlotRecordBytes);
 
 // A route is one (token, k) pair as its home rank sees it, before call-time drops.
 struct Route {
-  int32_t slot;         // on `rank`; -1: masked or dropped; below -1, in a rank-major plan: merged_slot()
+  int32_t slot;         // on `rank`; -1: masked or dropped; rank-major: encode_slot() of it (rank_major.h)
   int32_t rank;         // owner of the expert; -1: masked or dropped
   int32_t rank_ordinal; // index of `rank` among the ranks that the token goes to, ascending
 };

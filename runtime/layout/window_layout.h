@@ -218,7 +218,7 @@ struct WindowLayout {
   // Prepare.
   Region counts;          // routes from each rank to each expert: int32 [2, P, E], by parity; kernels: LlPacket8 [2, P, E]
   Region gathered_routes; // LlPacket8 [2, P, gathered_routes_per_rank], by parity and source rank: experts; kernels only
-  Region ll_slot_records; // LlSlotRecord [R]; dispatch_rank_major: RankMajorRoute [P, min(M, max_tokens), K]
+  Region ll_slot_records; // LlSlotRecord [R]; see rank_major_routes()
   Region first_slots;     // LlPacket8 [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
   Region scatter_rows;          // [scatter_staging_rows, row_stride]
@@ -250,6 +250,11 @@ struct WindowLayout {
 
   int64_t total_bytes;
   int64_t control_bytes() const { return counts.offset; }
+
+  // RankMajorRoute [P, min(M, max_tokens), K]: those of dispatch_rank_major, at most R. They overlay ll_slot_records, which
+  // prepare stores. Ranks store either once all of them have begun the call, and so have read what the last one left there.
+  // Nobody clears them: prepare polls the epochs of records where routes may lie, so both have one at the same place.
+  constexpr const Region& rank_major_routes() const { return ll_slot_records; }
 };
 
 // Returns whether a rank with so many tokens sends its rows on the low-latency path where it does so before it knows of the

@@ -325,16 +325,24 @@ TEST_CASE("handle memory keeps to the formula of the contract") {
   }
 }
 
-TEST_CASE("rank-major plans number the rows that sources can have, and tell merged routes from kept ones") {
+TEST_CASE("rank-major plans number the rows that sources can have, and tell a row's first route from the others") {
   const epx::GroupShape shape = epx::resolve(small_config(), 5); // 6 tokens for each rank
   CHECK(epx::slots_per_source(shape, 4) == 4);
   CHECK(epx::slots_per_source(shape, 9) == 6);
   for (const int32_t slot : {0, 1, 29}) {
-    CHECK(epx::merged_slot(slot) < -1);
-    CHECK(epx::slot_of_kept(epx::merged_slot(slot)) == slot);
-    CHECK(epx::slot_of_kept(slot) == slot);
+    CHECK(epx::encode_slot(slot, false) < -1);
+    CHECK(epx::decode_slot(epx::encode_slot(slot, false)) == slot);
+    CHECK(epx::encode_slot(slot, true) == slot);
+    CHECK(epx::decode_slot(slot) == slot);
   }
-  CHECK(epx::slot_of_kept(-1) == -1);
+  CHECK(epx::decode_slot(-1) == -1);
+
+  for (const epx::WindowAccess access : {epx::WindowAccess::by_host, epx::WindowAccess::by_kernels}) {
+    const epx::WindowLayout layout = epx::make_window_layout(shape, access);
+    CHECK(layout.rank_major_routes().offset == layout.ll_slot_records.offset);
+    const int64_t most = epx::rank_major_route(shape.num_ranks * epx::slots_per_source(shape, 9), shape.max_top_k);
+    CHECK(most * static_cast<int64_t>(sizeof(epx::RankMajorRoute)) <= layout.rank_major_routes().bytes);
+  }
 
   epx::MovementCall call{};
   CHECK(!call.is_rank_major());

@@ -52,7 +52,7 @@ public:
   }
   // Rank-major: the routes [K] of the row in a slot.
   __device__ RankMajorRoute* routes(int receiver, int64_t slot, int top_k) const {
-    return at<RankMajorRoute>(receiver, layout().ll_slot_records, rank_major_route(slot, top_k));
+    return at<RankMajorRoute>(receiver, layout().rank_major_routes(), rank_major_route(slot, top_k));
   }
   __device__ Epoch* ready_flag(int receiver, int source, int64_t token) const {
     return at<Epoch>(receiver, layout().scatter_ready_flags, index_of(source, token));

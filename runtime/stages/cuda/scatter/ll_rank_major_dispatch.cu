@@ -378,8 +378,7 @@ private:
           store_route(rank, row, k, route.expert, route.weight);
         else
           store_packet_relaxed_sys(ll_staging_.routes(rank, call_.rank(), row) + k, route);
-        if (goes_there)
-          plan_.routes[first_route + k] = {k == lowest_bit(mask) ? slot : merged_slot(slot), rank, rank_ordinal};
+        if (goes_there) plan_.routes[first_route + k] = {encode_slot(slot, k == lowest_bit(mask)), rank, rank_ordinal};
       }
       if (rank == call_.rank() && lane() == 0) store_record(rank, slot, first_partial_row + rank_ordinal, mask);
     });

@@ -145,7 +145,7 @@ private:
     for (int k = 0; k < args_.top_k; ++k)
       if (rows[k] >= 0 && rows[k] < args_.rows_per_source && ranks[k] < rank) ++rank_ordinal;
     const auto slot = static_cast<int32_t>(source * args_.slots_per_source + row);
-    return {is_first ? slot : merged_slot(slot), rank, rank_ordinal};
+    return {encode_slot(slot, is_first), rank, rank_ordinal};
   }
 
   const DispatchRankMajorCall& args_;

@@ -84,13 +84,13 @@ private:
           continue;
         }
         const auto slot = static_cast<int32_t>(window_.rank * call_.slots_per_source + row);
-        routes[k].slot = before == routes + k ? slot : merged_slot(slot);
+        routes[k].slot = encode_slot(slot, before == routes + k);
         if (before == routes + k) kept_ranks[static_cast<size_t>(num_kept++)] = rank;
       }
       std::sort(kept_ranks.begin(), kept_ranks.begin() + num_kept);
       for (int k = 0; k < call_.top_k; ++k) {
         Route& route = routes[k];
-        if (route.slot == -1) route.rank = -1;
+        if (decode_slot(route.slot) < 0) route.rank = -1;
         if (route.rank >= 0)
           route.rank_ordinal = static_cast<int32_t>(
               std::lower_bound(kept_ranks.begin(), kept_ranks.begin() + num_kept, route.rank) - kept_ranks.begin());
@@ -130,7 +130,7 @@ private:
     const Route* const routes = plan_.routes + token * call_.top_k;
     for (int first = 0; first < call_.top_k; ++first) {
       const auto [slot, rank, rank_ordinal] = routes[first];
-      if (slot < 0) continue; // not kept, or sent with an earlier k
+      if (slot < 0) continue; // not kept, or not the first of its row
       sender.store_in_place(token, rank, slot);
       sender.stage(token, rank, slot);
       RankMajorRoute* const sent = staging_.routes(rank, slot, call_.top_k);

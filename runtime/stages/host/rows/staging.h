@@ -24,7 +24,7 @@ public:
   }
   float* weights(int owner) const { return window_.at<float>(owner, layout_.scatter_weights.offset); } // [R], by slot
   RankMajorRoute* routes(int owner, int64_t slot, int top_k) const {                                   // [K]
-    return window_.at<RankMajorRoute>(owner, layout_.ll_slot_records.offset) + rank_major_route(slot, top_k);
+    return window_.at<RankMajorRoute>(owner, layout_.rank_major_routes().offset) + rank_major_route(slot, top_k);
   }
 
 private:
