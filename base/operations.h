@@ -9,15 +9,19 @@
 
 // X(NUMBER, name, first_bytes, Call, stage): epx_<name>() takes epx_<name>_args, of which the first version had `first_bytes`
 // bytes, and is EPX_OP_<NUMBER> in reports; check() (runtime/arguments.h) makes a Call of the args, and Stages::<stage>
-// (runtime/stages/stages.h) makes that.
-#define EPX_OPERATIONS(X)                                                                                                  \
+// (runtime/stages/stages.h) makes that. These operations have a stage of their own, which has their name.
+#define EPX_STAGES(X)                                                                                                      \
   X(PREPARE, prepare, 96, PrepareCall, prepare)                                                                            \
   X(DISPATCH, dispatch, 72, DispatchCall, dispatch)                                                                        \
   X(PREPARE_DISPATCH, prepare_dispatch, 136, PrepareDispatchCall, prepare_dispatch)                                        \
   X(COMBINE, combine, 64, CombineCall, combine)                                                                            \
   X(COMBINE_BWD, combine_bwd, 80, CombineBwdCall, combine_bwd)                                                             \
   X(DISPATCH_BWD, dispatch_bwd, 72, DispatchBwdCall, dispatch_bwd)                                                         \
-  X(DISPATCH_RANK_MAJOR, dispatch_rank_major, 96, DispatchRankMajorCall, dispatch_rank_major)                              \
+  X(DISPATCH_RANK_MAJOR, dispatch_rank_major, 96, DispatchRankMajorCall, dispatch_rank_major)
+
+// All operations: those, and the ones that the stage of another makes, to which Call::operation says which it is.
+#define EPX_OPERATIONS(X)                                                                                                  \
+  EPX_STAGES(X)                                                                                                            \
   X(COMBINE_RANK_MAJOR, combine_rank_major, 56, CombineCall, combine)                                                      \
   X(COMBINE_RANK_MAJOR_BWD, combine_rank_major_bwd, 56, CombineBwdCall, combine_bwd)                                       \
   X(DISPATCH_RANK_MAJOR_BWD, dispatch_rank_major_bwd, 72, DispatchBwdCall, dispatch_bwd)

@@ -64,7 +64,17 @@ private:
   NodeExchange exchange_;
 };
 
-class MultiNodeBackend final : public Backend, private Stages {
+// Refuses the operations that are not made of legs. The check of the arguments has done so before, with a reason.
+class RefusedStages : public Stages {
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
+  void stage(const Call&) override {                                                                                       \
+    fail(EPX_ERROR_UNSUPPORTED, "epx_" #stage ": rows of this operation do not travel between nodes");                     \
+  }
+  EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
+};
+
+class MultiNodeBackend final : public Backend, private RefusedStages {
 public:
   MultiNodeBackend(const MultiNodeShape& shape, const GroupContext& context,
                    std::unique_ptr<const GroupContext> node_context, std::unique_ptr<LegBackend> node,
@@ -168,10 +178,6 @@ private:
     make_call(call.operation, call.stream, [&](cudaStream_t stream, bool has_fixed_sizes) {
       gather(call, call.grad_recv, nullptr, call.grad_tokens, call.grad_topk_weights, stream, has_fixed_sizes);
     });
-  }
-  void dispatch_rank_major(const DispatchRankMajorCall&) override {
-    fail(EPX_ERROR_UNSUPPORTED,
-         "rank-major rows do not travel between nodes"); // the arguments' check has refused it already
   }
 
   // Makes a call of the group: `body` launches all of it on the stream. When it fails the group ends, because the peers may

@@ -8,20 +8,6 @@
 
 namespace epx {
 
-// Return the field `weights`, which says what tensors of weights are passed.
-constexpr int32_t weights_of(const DispatchCall& call) {
-  return call.topk_weights != nullptr ? 1 : 0;
-}
-constexpr int32_t weights_of(const CombineCall& call) {
-  return call.recv_weights != nullptr ? 1 : 0;
-}
-constexpr int32_t weights_of(const CombineBwdCall& call) {
-  return (call.recv_weights != nullptr ? 1 : 0) | (call.grad_recv_weights != nullptr ? 2 : 0);
-}
-constexpr int32_t weights_of(const DispatchBwdCall& call) {
-  return call.grad_recv_weights != nullptr ? 2 : 0;
-}
-
 constexpr int64_t sidecar_bytes_of(const DispatchCall& call) {
   return call.sidecar_bytes;
 }
@@ -71,7 +57,7 @@ constexpr CallDescriptor describe_movement(const MovementCall& call, int32_t wei
 template <typename Call> // a movement
 constexpr CallDescriptor describe(const Call& call, const AllocationPlace& rows,
                                   const AllocationPlace& row_weights = kNotRegistered) {
-  return describe_movement(call, weights_of(call), sidecar_bytes_of(call), rows, row_weights);
+  return describe_movement(call, call.passed_weights(), sidecar_bytes_of(call), rows, row_weights);
 }
 
 } // namespace epx

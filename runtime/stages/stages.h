@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/operations.h"
 #include "epx/epx.h"
 #include "runtime/config.h"
 #include "runtime/layout/handle_memory.h"
@@ -67,6 +68,7 @@ struct MovementCall {
   }
 };
 
+// passed_weights() says which tensors of weights a movement has, as CallDescriptor::weights does.
 struct DispatchCall : MovementCall {
   const std::byte* tokens; // [T, H]
   int64_t sidecar_bytes;   // per row; 0: none
@@ -76,6 +78,8 @@ struct DispatchCall : MovementCall {
   std::byte* recv_sidecar;
   float* recv_weights; // [N]; NULL iff topk_weights is
   bool clears_pads;    // EPX_PADS_ZERO
+
+  constexpr int32_t passed_weights() const { return topk_weights != nullptr ? 1 : 0; }
 };
 
 // dispatch reads the handle memory that prepare writes.
@@ -99,6 +103,8 @@ struct CombineCall : MovementCall {
   const std::byte* expert_out; // [N, H]
   const float* recv_weights;   // [N]; may be NULL
   std::byte* out;              // [T, H]
+
+  constexpr int32_t passed_weights() const { return recv_weights != nullptr ? 1 : 0; }
 };
 
 struct CombineBwdCall : MovementCall {
@@ -107,6 +113,10 @@ struct CombineBwdCall : MovementCall {
   const float* recv_weights;   // [N]; may be NULL
   std::byte* grad_expert_out;  // [N, H]
   float* grad_recv_weights;    // [N]; may be NULL
+
+  constexpr int32_t passed_weights() const {
+    return (recv_weights != nullptr ? 1 : 0) | (grad_recv_weights != nullptr ? 2 : 0);
+  }
 };
 
 struct DispatchBwdCall : MovementCall {
@@ -114,22 +124,49 @@ struct DispatchBwdCall : MovementCall {
   const float* grad_recv_weights; // [N], rank-major [P, M, K]; may be NULL
   std::byte* grad_tokens;         // [T, H]
   float* grad_topk_weights;       // [T, K]; NULL iff grad_recv_weights is
+
+  constexpr int32_t passed_weights() const { return grad_recv_weights != nullptr ? 2 : 0; }
 };
 
-// X(stage, Call): what makes each kind of call. The last three serve both layouts; call.operation says which.
-#define EPX_STAGES(X)                                                                                                      \
-  X(prepare, PrepareCall)                                                                                                  \
-  X(dispatch, DispatchCall)                                                                                                \
-  X(prepare_dispatch, PrepareDispatchCall)                                                                                 \
-  X(dispatch_rank_major, DispatchRankMajorCall)                                                                            \
-  X(combine, CombineCall)                                                                                                  \
-  X(combine_bwd, CombineBwdCall)                                                                                           \
-  X(dispatch_bwd, DispatchBwdCall)
+// The operation of a call, and the stream that it is made on.
+struct CallHead {
+  epx_operation operation;
+  epx_stream stream;
+};
+constexpr CallHead head_of(const PrepareCall& call) {
+  return {EPX_OP_PREPARE, call.stream};
+}
+constexpr CallHead head_of(const MovementCall& call) {
+  return {call.operation, call.stream};
+}
+constexpr CallHead head_of(const PrepareDispatchCall& call) {
+  return head_of(call.dispatch);
+}
 
+// The handle memory that a call writes its plan into. The other calls read a plan.
+struct WrittenPlan {
+  int top_k;
+  std::byte* handle_mem;
+};
+constexpr WrittenPlan written_plan(const PrepareCall& call) {
+  return {call.top_k, call.handle_mem};
+}
+constexpr WrittenPlan written_plan(const PrepareDispatchCall& call) {
+  return written_plan(call.prepare);
+}
+constexpr WrittenPlan written_plan(const DispatchRankMajorCall& call) {
+  return {call.top_k, call.plan};
+}
+template <typename Call>
+concept WritesPlan = requires(const Call& call) {
+  written_plan(call);
+};
+
+// combine, combine_bwd and dispatch_bwd serve both layouts; call.operation says which.
 class Stages {
 public:
   virtual ~Stages() = default;
-#define EPX_STAGE(stage, Call) virtual void stage(const Call& call) = 0;
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage) virtual void stage(const Call& call) = 0;
   EPX_STAGES(EPX_STAGE)
 #undef EPX_STAGE
 };

@@ -22,7 +22,6 @@
 #include "runtime/stages/cuda/board_exchange.h"
 #include "runtime/stages/cuda/device_idle.h"
 #include "runtime/stages/cuda/device_reports.h"
-#include "runtime/stages/cuda/gather/rank_major_gather.h"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/kernels.h"
 #include "runtime/stages/cuda/rank_board.h"
@@ -161,48 +160,24 @@ public:
   }
 
 private:
-  void prepare(const PrepareCall& call) override {
-    launch(EPX_OP_PREPARE, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      check_cuda(launch_prepare(group, plan_, call, stream), "prepare");
-      return context_.checks_handle_mem ? launch_seal(group, call.top_k, call.handle_mem, stream) : cudaSuccess;
-    });
-  }
-  void dispatch(const DispatchCall& call) override {
-    launch(EPX_OP_DISPATCH, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_dispatch(group, plan_, checked(call), registered_range(call.recv_tokens, call), stream);
-    });
-  }
-  void prepare_dispatch(const PrepareDispatchCall& call) override {
-    launch(EPX_OP_PREPARE_DISPATCH, call.prepare.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      check_cuda(
-          launch_prepare_dispatch(group, plan_, call, registered_range(call.dispatch.recv_tokens, call.dispatch), stream),
-          "prepare_dispatch");
-      return context_.checks_handle_mem ? launch_seal(group, call.prepare.top_k, call.prepare.handle_mem, stream)
-                                        : cudaSuccess;
-    });
-  }
-  void dispatch_rank_major(const DispatchRankMajorCall& call) override {
-    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      check_cuda(launch_dispatch_rank_major(group, plan_, call, registered_range(call.recv_tokens, call), stream),
-                 name_of(call.operation));
-      return context_.checks_handle_mem ? launch_seal(group, call.top_k, call.plan, stream) : cudaSuccess;
-    });
-  }
-  void combine(const CombineCall& call) override {
-    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return call.is_rank_major() ? launch_combine_rank_major(group, plan_, checked(call), stream)
-                                  : launch_combine(group, plan_, checked(call), stream);
-    });
-  }
-  void combine_bwd(const CombineBwdCall& call) override {
-    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return launch_combine_bwd(group, plan_, checked(call), registered_range(call.grad_expert_out, call), stream);
-    });
-  }
-  void dispatch_bwd(const DispatchBwdCall& call) override {
-    launch(call.operation, call.stream, [&](const DeviceGroup& group, cudaStream_t stream) {
-      return call.is_rank_major() ? launch_dispatch_rank_major_bwd(group, plan_, checked(call), stream)
-                                  : launch_dispatch_bwd(group, plan_, checked(call), stream);
+  // Makes a call by its launch. Where the group checks handle memory, a kernel before the call's own checks what the call
+  // reads, and one behind it seals what the call has written.
+  template <typename Call>
+  void make(const Call& call, cudaError_t (*launch_call)(const Launcher&, const Call&)) {
+    const auto [operation, stream_of_call] = head_of(call);
+    launch(operation, stream_of_call, [&](const DeviceGroup& group, cudaStream_t stream) {
+      const Launcher launcher{group, plan_, allocations_, stream};
+      if (!context_.checks_handle_mem) return launch_call(launcher, call);
+      if constexpr (WritesPlan<Call>) {
+        const auto [top_k, handle_mem] = written_plan(call);
+        const cudaError_t error = launch_call(launcher, call);
+        return error != cudaSuccess ? error : launch_seal(group, top_k, handle_mem, stream);
+      } else {
+        check_cuda(launch_check(group, call, stream), "the check of the handle memory");
+        Call checked = call;
+        checked.checked_header = reinterpret_cast<const std::byte*>(&state_.get()->checked_header);
+        return launch_call(launcher, checked);
+      }
     });
   }
 
@@ -301,15 +276,6 @@ private:
     keep_until_exit(std::move(window_));
     keep_until_exit(std::move(board_));
     keep_until_exit(std::move(transport_));
-  }
-
-  // Returns the call's arguments for the kernel. Where handle memory is checked, this launches the check before it.
-  template <typename Call>
-  Call checked(Call call) const {
-    if (!context_.checks_handle_mem) return call;
-    check_cuda(launch_check(group_, call, static_cast<cudaStream_t>(call.stream)), "the check of the handle memory");
-    call.checked_header = reinterpret_cast<const std::byte*>(&state_.get()->checked_header);
-    return call;
   }
 
   // This is collective. Returns the start of this rank's memory in the new window.
@@ -444,9 +410,12 @@ private:
     check_cuda(cudaMemcpy(to, window.view().bases, num_ranks() * sizeof(std::byte*), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
 
-  RegisteredRange registered_range(const std::byte* rows, const MovementCall& call) const {
-    return allocations_.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
+  void stage(const Call& call) override {                                                                                  \
+    make(call, launch_##stage);                                                                                            \
   }
+  EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
 
   const GroupContext& context_;
   int device_;
@@ -474,6 +443,10 @@ private:
 };
 
 } // namespace
+
+AllocationPlace Launcher::place_of(const MovementCall& call, const std::byte* rows) const {
+  return allocations.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
+}
 
 std::unique_ptr<LegBackend> make_backend(const GroupContext& context, int num_comm_sms,
                                          std::unique_ptr<Transport> transport, Exchange& exchange) {

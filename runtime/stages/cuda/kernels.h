@@ -9,28 +9,32 @@
 #include "runtime/stages/cuda/protocol/device_group.h"
 #include "runtime/stages/stages.h"
 
+namespace epx {
+class Allocations; // runtime/allocations.h, whose headers nvcc would have to read in each file of kernels
+}
+
 namespace epx::cuda {
 
-using RegisteredRange = AllocationPlace; // of the receive rows
+// What a launch needs besides the arguments of its call.
+struct Launcher {
+  const DeviceGroup& group;
+  LaunchPlan& plan;
+  const Allocations& allocations;
+  cudaStream_t stream;
 
-cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream);
-cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                            const RegisteredRange& range, cudaStream_t stream);
-cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, const PrepareDispatchCall& call,
-                                    const RegisteredRange& range, cudaStream_t stream);
+  // Returns where a call's receive rows lie in memory that peers reach, and store into in place.
+  AllocationPlace place_of(const MovementCall& call, const std::byte* rows) const;
+};
+
+// launch_dispatch and so on, one for each stage.
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
+  cudaError_t launch_##stage(const Launcher& launcher, const Call& call);
+EPX_STAGES(EPX_STAGE)
+#undef EPX_STAGE
+
 // The two halves of a prepare_dispatch of many tokens, one kernel each; the descriptor is that of the whole call.
-cudaError_t launch_first_half(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call,
-                              const CallDescriptor& descriptor, cudaStream_t stream);
-cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                               const RegisteredRange& range, cudaStream_t stream);
-cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
-                                       const RegisteredRange& range, cudaStream_t stream);
-// combine_bwd of the rank-major layout is this one on another plan.
-cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
-                               const RegisteredRange& range, cudaStream_t stream);
-cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream);
-cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
-                                cudaStream_t stream);
+cudaError_t launch_first_half(const Launcher& launcher, const PrepareCall& call, const CallDescriptor& descriptor);
+cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& call);
 
 // The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores in the handle header the checksum of what prepare,
 // prepare_dispatch or dispatch_rank_major has written; launch_check verifies it before a movement, which finds the result in

@@ -30,11 +30,6 @@ inline MovementParams make_movement_params(const DeviceGroup& group, const WarpR
   return {group, call.layout != nullptr ? *call.layout : make_handle_layout(group.context.shape, call.top_k), role_counts,
           call, descriptor};
 }
-template <typename Call>
-MovementParams make_movement_params(const DeviceGroup& group, const WarpRoleCounts& role_counts, const Call& call,
-                                    const RegisteredRange& range) {
-  return make_movement_params(group, role_counts, call, describe(call, range));
-}
 
 constexpr int kMovementWarps = kMovementThreads / kWarp;
 

@@ -7,7 +7,7 @@
 
 namespace epx::host {
 
-#define EPX_STAGE(stage, Call) void stage(HostGroup& group, const Call& call);
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage) void stage(HostGroup& group, const Call& call);
 EPX_STAGES(EPX_STAGE)
 #undef EPX_STAGE
 
@@ -18,7 +18,7 @@ public:
              StatusBoard& status)
       : group_(context, window, allocations, protocol, status) {}
 
-#define EPX_STAGE(stage, Call)                                                                                             \
+#define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
   void stage(const Call& call) override {                                                                                  \
     host::stage(group_, call);                                                                                             \
   }

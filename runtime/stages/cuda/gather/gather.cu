@@ -16,6 +16,7 @@
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
 // they have more, a tile is all splits of a token's rows, which spares looking up the token twice. On few SMs, and where they
 // have many, batch_gather_kernel takes a batch of tokens as a tile (LaunchPlan::takes_batches; batch_gather.cuh).
+#include "runtime/stages/cuda/gather/rank_major_gather.h"
 #include "runtime/stages/cuda/kernels.h"
 
 #include <algorithm>
@@ -265,30 +266,29 @@ bool can_take_batches(const GroupShape& shape, const MovementCall& call, const G
 constexpr int64_t kMaxHidden = 1 << 30; // ListReader numbers the bytes of a row by an int
 
 template <typename T>
-cudaError_t launch_as(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
-                      cudaStream_t stream) {
-  const bool takes_list_reader = call.hidden < kMaxHidden && !plan.may_take_ll_path(call.num_tokens);
+cudaError_t launch_as(const Launcher& launcher, const MovementCall& call, const CallDescriptor& descriptor,
+                      const GatherTensors& tensors) {
+  const bool takes_list_reader = call.hidden < kMaxHidden && !launcher.plan.may_take_ll_path(call.num_tokens);
   const bool by_long_tiles = takes_list_reader && LongTileReader<T>::takes(call.hidden);
-  const MovementGrid grid =
-      plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden), by_long_tiles, stream);
-  const int32_t weights = (tensors.row_weights != nullptr ? 1 : 0) | (tensors.weight_grads != nullptr ? 2 : 0);
-  const GatherParams params{make_movement_params(group, grid.role_counts, call, describe_movement(call, weights, 0)),
-                            tensors};
+  const MovementGrid grid = launcher.plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden),
+                                                      by_long_tiles, launcher.stream);
+  const GatherParams params{make_movement_params(launcher.group, grid.role_counts, call, descriptor), tensors};
   if constexpr (LongTileReader<T>::kTakesType) {
-    if (by_long_tiles && plan.takes_batches(grid, call.num_tokens) &&
-        can_take_batches<T>(group.context.shape, call, tensors))
-      return launch_cooperative(&batch_gather_kernel<T>, grid.grid, stream, params);
-    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, kLongTile>, grid.grid, stream, params);
+    if (by_long_tiles && launcher.plan.takes_batches(grid, call.num_tokens) &&
+        can_take_batches<T>(launcher.group.context.shape, call, tensors))
+      return launch_cooperative(&batch_gather_kernel<T>, grid.grid, launcher.stream, params);
+    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, kLongTile>, grid.grid, launcher.stream, params);
     if (takes_list_reader && ShortTileReader<T>::takes(call.hidden))
-      return launch_cooperative(&gather_kernel<T, kShortTile>, grid.grid, stream, params);
+      return launch_cooperative(&gather_kernel<T, kShortTile>, grid.grid, launcher.stream, params);
   }
-  return launch_cooperative(&gather_kernel<T, 0>, grid.grid, stream, params);
+  return launch_cooperative(&gather_kernel<T, 0>, grid.grid, launcher.stream, params);
 }
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
-                   cudaStream_t stream) {
-  if (call.dtype == EPX_FLOAT32) return launch_as<float>(group, plan, call, tensors, stream);
-  if (call.dtype == EPX_FLOAT16) return launch_as<__half>(group, plan, call, tensors, stream);
-  return launch_as<__nv_bfloat16>(group, plan, call, tensors, stream);
+template <typename Call>
+cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTensors& tensors) {
+  const CallDescriptor descriptor = describe(call, kNotRegistered);
+  if (call.dtype == EPX_FLOAT32) return launch_as<float>(launcher, call, descriptor, tensors);
+  if (call.dtype == EPX_FLOAT16) return launch_as<__half>(launcher, call, descriptor, tensors);
+  return launch_as<__nv_bfloat16>(launcher, call, descriptor, tensors);
 }
 
 } // namespace
@@ -310,14 +310,15 @@ size_t long_tile_gather_shared_bytes() {
   return Block::kWarps * (Block::kRingBytes + TmaRowPipeline::kBarriersBytes);
 }
 
-cudaError_t launch_combine(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call, cudaStream_t stream) {
-  return launch(group, plan, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr}, stream);
+cudaError_t launch_combine(const Launcher& launcher, const CombineCall& call) {
+  if (call.is_rank_major()) return launch_combine_rank_major(launcher, call);
+  return launch(launcher, call, {call.expert_out, call.recv_weights, nullptr, call.out, nullptr});
 }
 
-cudaError_t launch_dispatch_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
-                                cudaStream_t stream) {
-  return launch(group, plan, call,
-                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, stream);
+cudaError_t launch_dispatch_bwd(const Launcher& launcher, const DispatchBwdCall& call) {
+  if (call.is_rank_major()) return launch_dispatch_rank_major_bwd(launcher, call);
+  return launch(launcher, call,
+                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights});
 }
 
 } // namespace epx::cuda

@@ -176,15 +176,16 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
   leave(params.group);
 }
 
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const MovementCall& call, const GatherTensors& tensors,
-                   cudaStream_t stream) {
-  const auto [grid, role_counts] =
-      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::sums, stream);
-  const int32_t weights = tensors.weight_grads != nullptr ? 2 : 0;
-  const GatherParams params{make_movement_params(group, role_counts, call, describe_movement(call, weights, 0)), tensors};
-  if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, stream, params);
-  if (call.dtype == EPX_FLOAT16) return launch_cooperative(&rank_major_gather_kernel<__half>, grid, stream, params);
-  return launch_cooperative(&rank_major_gather_kernel<__nv_bfloat16>, grid, stream, params);
+template <typename Call>
+cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTensors& tensors) {
+  const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
+                                                              ReceiverWork::sums, launcher.stream);
+  const GatherParams params{make_movement_params(launcher.group, role_counts, call, describe(call, kNotRegistered)),
+                            tensors};
+  if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, launcher.stream, params);
+  if (call.dtype == EPX_FLOAT16)
+    return launch_cooperative(&rank_major_gather_kernel<__half>, grid, launcher.stream, params);
+  return launch_cooperative(&rank_major_gather_kernel<__nv_bfloat16>, grid, launcher.stream, params);
 }
 
 } // namespace
@@ -195,15 +196,13 @@ std::vector<const void*> rank_major_gather_kernels() {
           reinterpret_cast<const void*>(&rank_major_gather_kernel<__nv_bfloat16>)};
 }
 
-cudaError_t launch_combine_rank_major(const DeviceGroup& group, LaunchPlan& plan, const CombineCall& call,
-                                      cudaStream_t stream) {
-  return launch(group, plan, call, {call.expert_out, nullptr, nullptr, call.out, nullptr}, stream);
+cudaError_t launch_combine_rank_major(const Launcher& launcher, const CombineCall& call) {
+  return launch(launcher, call, {call.expert_out, nullptr, nullptr, call.out, nullptr});
 }
 
-cudaError_t launch_dispatch_rank_major_bwd(const DeviceGroup& group, LaunchPlan& plan, const DispatchBwdCall& call,
-                                           cudaStream_t stream) {
-  return launch(group, plan, call,
-                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights}, stream);
+cudaError_t launch_dispatch_rank_major_bwd(const Launcher& launcher, const DispatchBwdCall& call) {
+  return launch(launcher, call,
+                {call.grad_recv, nullptr, call.grad_recv_weights, call.grad_tokens, call.grad_topk_weights});
 }
 
 } // namespace epx::cuda

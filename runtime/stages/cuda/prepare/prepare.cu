@@ -79,17 +79,16 @@ size_t prepare_scratch_words(int num_experts, int blocks) {
   return static_cast<size_t>(blocks) * (2 * static_cast<size_t>(num_experts) + 2); // block_counts and routes_before
 }
 
-cudaError_t launch_prepare(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call, cudaStream_t stream) {
-  return launch_first_half(group, plan, call, describe(call), stream);
+cudaError_t launch_prepare(const Launcher& launcher, const PrepareCall& call) {
+  return launch_first_half(launcher, call, describe(call));
 }
 
-cudaError_t launch_first_half(const DeviceGroup& group, LaunchPlan& plan, const PrepareCall& call,
-                              const CallDescriptor& descriptor, cudaStream_t stream) {
-  const GroupShape& shape = group.context.shape;
-  const PrepareParams params{group, call, make_handle_layout(shape, call.top_k), descriptor,
+cudaError_t launch_first_half(const Launcher& launcher, const PrepareCall& call, const CallDescriptor& descriptor) {
+  const GroupShape& shape = launcher.group.context.shape;
+  const PrepareParams params{launcher.group, call, make_handle_layout(shape, call.top_k), descriptor,
                              ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
-  const auto [grid, shares_sms] = plan.next_prepare(call.num_tokens * call.top_k, stream);
-  return launch_cooperative(shares_sms ? &prepare_kernel<2> : &prepare_kernel<1>, grid, stream, params);
+  const auto [grid, shares_sms] = launcher.plan.next_prepare(call.num_tokens * call.top_k, launcher.stream);
+  return launch_cooperative(shares_sms ? &prepare_kernel<2> : &prepare_kernel<1>, grid, launcher.stream, params);
 }
 
 } // namespace epx::cuda

@@ -285,31 +285,33 @@ size_t plan_packet_words(const GroupShape& shape) {
   return kMaxPlanBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
 }
 
-cudaError_t launch_prepare_dispatch(const DeviceGroup& group, LaunchPlan& plan, const PrepareDispatchCall& call,
-                                    const RegisteredRange& range, cudaStream_t stream) {
+cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispatchCall& call) {
   const DispatchCall& dispatch = call.dispatch;
-  const GroupShape& shape = group.context.shape;
+  const GroupShape& shape = launcher.group.context.shape;
   const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
-  MovementParams movement = make_movement_params(group, {}, dispatch, range);
+  const CallDescriptor descriptor = describe(dispatch, launcher.place_of(dispatch, dispatch.recv_tokens));
+  MovementParams movement = make_movement_params(launcher.group, {}, dispatch, descriptor);
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
-  if (!sends_ll_rows(group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
+  if (!sends_ll_rows(launcher.group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
     const int64_t route_bytes = dispatch.num_tokens * dispatch.top_k * row_bytes;
-    if (group.context.layout.scatter_by_token && plan.has_ht_prepare_dispatch(route_bytes)) {
-      const auto [grid, role_counts, prepare] = plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, stream);
+    if (launcher.group.context.layout.scatter_by_token && launcher.plan.has_ht_prepare_dispatch(route_bytes)) {
+      const auto [grid, role_counts, prepare] =
+          launcher.plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, launcher.stream);
       movement.role_counts = role_counts;
       movement.descriptor.stages_rows = 1;
       return launch_ht_prepare_dispatch(
-          {{movement, {{dispatch, row_bytes}}}, call.prepare, experts, {static_cast<unsigned>(prepare), 0}}, grid, stream);
+          {{movement, {{dispatch, row_bytes}}}, call.prepare, experts, {static_cast<unsigned>(prepare), 0}}, grid,
+          launcher.stream);
     }
-    const cudaError_t error = launch_first_half(group, plan, call.prepare, movement.descriptor, stream);
-    return error != cudaSuccess ? error : launch_second_half(group, plan, dispatch, range, stream);
+    const cudaError_t error = launch_first_half(launcher, call.prepare, descriptor);
+    return error != cudaSuccess ? error : launch_second_half(launcher, dispatch);
   }
   const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
   const auto [grid, blocks, ll_senders] =
-      plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, stream);
+      launcher.plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, launcher.stream);
   movement.role_counts.ll_senders = ll_senders;
   const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks};
-  return launch_cooperative(&prepare_dispatch_kernel, grid, stream, params);
+  return launch_cooperative(&prepare_dispatch_kernel, grid, launcher.stream, params);
 }
 
 } // namespace epx::cuda

@@ -291,15 +291,15 @@ std::vector<const void*> rank_major_kernels() {
   return kernels;
 }
 
-cudaError_t launch_dispatch_rank_major(const DeviceGroup& group, LaunchPlan& plan, const DispatchRankMajorCall& call,
-                                       const RegisteredRange& range, cudaStream_t stream) {
-  const GroupShape& shape = group.context.shape;
-  const auto [grid, role_counts] =
-      plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, ReceiverWork::routes, stream);
-  const RankMajorParams params{make_movement_params(group, role_counts, call, range), call,
+cudaError_t launch_dispatch_rank_major(const Launcher& launcher, const DispatchRankMajorCall& call) {
+  const GroupShape& shape = launcher.group.context.shape;
+  const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
+                                                              ReceiverWork::routes, launcher.stream);
+  const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.recv_tokens));
+  const RankMajorParams params{make_movement_params(launcher.group, role_counts, call, descriptor), call,
                                ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
-  if (takes_ll_path(group, call)) return launch_ll_dispatch_rank_major(params, grid, stream);
-  return launch_cooperative(&rank_major_kernel, grid, stream, params);
+  if (takes_ll_path(launcher.group, call)) return launch_ll_dispatch_rank_major(params, grid, launcher.stream);
+  return launch_cooperative(&rank_major_kernel, grid, launcher.stream, params);
 }
 
 } // namespace epx::cuda

@@ -164,26 +164,27 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
   leave(params.group);
 }
 
+// `rows` are the receive rows of the call.
 template <typename Operation>
-cudaError_t launch(const DeviceGroup& group, LaunchPlan& plan, const Operation& operation,
-                   const RegisteredRange& registered, cudaStream_t stream) {
+cudaError_t launch(const Launcher& launcher, const Operation& operation, const std::byte* rows) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
   const auto [grid, role_counts] =
-      plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, stream);
-  MovementParams movement = make_movement_params(group, role_counts, call, registered);
-  if (!call.is_rank_major() && plan.stages_rows(grid.blocks, operation.row_bytes)) movement.descriptor.stages_rows = 1;
+      launcher.plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, launcher.stream);
+  MovementParams movement =
+      make_movement_params(launcher.group, role_counts, call, describe(call, launcher.place_of(call, rows)));
+  if (!call.is_rank_major() && launcher.plan.stages_rows(grid.blocks, operation.row_bytes))
+    movement.descriptor.stages_rows = 1;
   const ScatterParams<Operation> params{movement, operation};
-  return launch_cooperative(&scatter_kernel<Operation>, grid, stream, params);
+  return launch_cooperative(&scatter_kernel<Operation>, grid, launcher.stream, params);
 }
 
 template <typename T>
-cudaError_t launch_combine_bwd_as(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
-                                  const RegisteredRange& registered, cudaStream_t stream) {
+cudaError_t launch_combine_bwd_as(const Launcher& launcher, const CombineBwdCall& call) {
   const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
   if (call.grad_recv_weights != nullptr)
-    return launch(group, plan, CombineBwd<T, true>{call, row_bytes}, registered, stream);
-  return launch(group, plan, CombineBwd<T, false>{call, row_bytes}, registered, stream);
+    return launch(launcher, CombineBwd<T, true>{call, row_bytes}, call.grad_expert_out);
+  return launch(launcher, CombineBwd<T, false>{call, row_bytes}, call.grad_expert_out);
 }
 
 } // namespace
@@ -202,21 +203,18 @@ std::vector<const void*> scatter_kernels() {
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__nv_bfloat16, true>>)};
 }
 
-cudaError_t launch_dispatch(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                            const RegisteredRange& registered, cudaStream_t stream) {
-  return launch(group, plan, Dispatch{call, row_bytes(call.dtype, call.hidden)}, registered, stream);
+cudaError_t launch_dispatch(const Launcher& launcher, const DispatchCall& call) {
+  return launch(launcher, Dispatch{call, row_bytes(call.dtype, call.hidden)}, call.recv_tokens);
 }
 
-cudaError_t launch_second_half(const DeviceGroup& group, LaunchPlan& plan, const DispatchCall& call,
-                               const RegisteredRange& registered, cudaStream_t stream) {
-  return launch(group, plan, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}}, registered, stream);
+cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& call) {
+  return launch(launcher, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}}, call.recv_tokens);
 }
 
-cudaError_t launch_combine_bwd(const DeviceGroup& group, LaunchPlan& plan, const CombineBwdCall& call,
-                               const RegisteredRange& registered, cudaStream_t stream) {
-  if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(group, plan, call, registered, stream);
-  if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(group, plan, call, registered, stream);
-  return launch_combine_bwd_as<__nv_bfloat16>(group, plan, call, registered, stream);
+cudaError_t launch_combine_bwd(const Launcher& launcher, const CombineBwdCall& call) {
+  if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(launcher, call);
+  if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(launcher, call);
+  return launch_combine_bwd_as<__nv_bfloat16>(launcher, call);
 }
 
 } // namespace epx::cuda
