@@ -9,29 +9,17 @@ Calls are collective: all ranks of a group make the same ones in the same order,
 effect, so that they stay in the order of the program on every rank.
 """
 
-from ._group import Group, OutOfMemoryError, empty, from_process_group
-from ._layer import Arena, MoELayer, Routing, expert_parameter_names
-from ._means import average_gradients
-from ._ops import Plan, combine, dispatch, prepare, prepare_dispatch, saves_exchange
-from ._rank_major import RankMajorPlan, combine_rank_major, dispatch_rank_major
+from . import _group, _layer, _means, _ops, _rank_major
+from ._group import *
+from ._layer import *
+from ._means import *
+from ._ops import *
+from ._rank_major import *
 
-__all__ = [
-    "Arena",
-    "Group",
-    "MoELayer",
-    "OutOfMemoryError",
-    "Plan",
-    "RankMajorPlan",
-    "Routing",
-    "average_gradients",
-    "combine",
-    "combine_rank_major",
-    "dispatch",
-    "dispatch_rank_major",
-    "empty",
-    "expert_parameter_names",
-    "from_process_group",
-    "prepare",
-    "prepare_dispatch",
-    "saves_exchange",
-]
+# What is public, each module says beside it.
+__all__ = []
+__all__ += _group.__all__
+__all__ += _layer.__all__
+__all__ += _means.__all__
+__all__ += _ops.__all__
+__all__ += _rank_major.__all__

@@ -19,13 +19,50 @@ from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
 from ._derivatives import differentiable_once
 from ._group import Group, OutOfMemoryError, call
-from ._library import layers, lib, ops
+from ._library import layers, lib, new_tensor, ops
 from ._means import create_mean_routes, with_mean_gradient
 from ._ops import _records, _refuse_transforms, _require_usable
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
 _aux_loss, _update_selection_bias = ops.aux_loss.default, ops.update_selection_bias.default
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@torch.library.register_fake("epx::block_fwd")
+def _(block, tokens, logits, selection_bias, token_mask, first_weight, down_weight, first_bias, down_bias, keeps_flight):
+    layer = layers[block]
+    num_tokens, top_k = tokens.shape[0], layer.router.top_k
+    return (
+        torch.empty_like(tokens),
+        new_tensor(tokens, num_tokens, top_k, dtype=torch.int32),
+        new_tensor(tokens, num_tokens, top_k, dtype=torch.float32),
+        new_tensor(tokens, layer.group.num_ranks, layer.group.num_experts, dtype=torch.int64),
+        new_tensor(tokens, 3, dtype=torch.int64),
+        torch.empty(2, dtype=torch.int64, device="cpu"),
+    )
+
+
+@torch.library.register_fake("epx::block_bwd")
+def _(block, flight, grad_out, logits, first_weight, down_weight, first_bias, down_bias, aux_loss_grad):
+    nothing = new_tensor(grad_out, 0)
+    return (
+        torch.empty_like(grad_out),
+        torch.empty_like(logits),
+        torch.empty_like(first_weight),
+        torch.empty_like(down_weight),
+        nothing if first_bias is None else torch.empty_like(first_bias),
+        nothing.clone() if down_bias is None else torch.empty_like(down_bias),
+    )
+
+
+@torch.library.register_fake("epx::aux_loss")
+def _(block, logits, topk_idx, global_counts):
+    return new_tensor(logits, 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("epx::update_selection_bias")
+def _(block, global_counts, rate, selection_bias):
+    return None
 
 
 class _Block(torch.autograd.Function):
@@ -391,3 +428,6 @@ def expert_parameter_names(module: torch.nn.Module) -> list[str]:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names) for instance."""
     own = {id(p) for layer in module.modules() if isinstance(layer, MoELayer) for p in layer.expert_parameters()}
     return [name for name, parameter in module.named_parameters() if id(parameter) in own]
+
+
+__all__ = ["Arena", "MoELayer", "Routing", "expert_parameter_names"]

@@ -136,3 +136,6 @@ def average_gradients(parameters, process_group: "torch.distributed.ProcessGroup
 
     for parameter in [parameters] if isinstance(parameters, torch.Tensor) else list(parameters):
         parameter.register_hook(average)
+
+
+__all__ = ["average_gradients"]

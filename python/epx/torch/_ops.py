@@ -15,12 +15,17 @@ from .._structs import Pads
 from .._values import refuse
 from ._derivatives import differentiable_once
 from ._group import Group, call
-from ._library import ops, size_of_info
+from ._library import groups, new_tensor, ops
 
 _prepare_dispatch = ops.prepare_dispatch.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
 _PADS = {member.name.lower(): int(member) for member in Pads}
+
+
+def size_of_info(dtype):
+    """How many elements of a dtype prepare's info takes, 5 int64, which come first in its tensor of results."""
+    return 5 * torch.int64.itemsize // dtype.itemsize
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +74,55 @@ class Plan:
     def num_rows(self) -> int:
         """Rows of the receive tensors that are in use. On a GPU this waits for prepare."""
         return int(self.offsets[-1])
+
+
+def _fake_plan(group, topk_idx, alignment, int64_counts):
+    known = groups[group]
+    known.require_layer(topk_idx.shape[1], alignment)
+    dtype = torch.int64 if int64_counts else torch.int32
+    num_counts = 2 * known.num_local_experts + 1 + known.num_ranks * known.num_experts
+    return (
+        new_tensor(topk_idx, known.handle_mem_size(topk_idx.shape[1], alignment), dtype=torch.uint8),
+        new_tensor(topk_idx, size_of_info(dtype) + num_counts, dtype=dtype),
+    )
+
+
+torch.library.register_fake("epx::prepare", _fake_plan)
+
+
+@torch.library.register_fake("epx::prepare_dispatch")
+def _(group, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows):
+    weights = 0 if topk_weights is None else num_rows
+    plan = _fake_plan(group, topk_idx, alignment, int64_counts)
+    return *plan, new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
+
+
+@torch.library.register_fake("epx::dispatch")
+def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
+    weights = 0 if topk_weights is None else num_rows
+    return new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
+
+
+@torch.library.register_fake("epx::dispatch_into")
+def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
+    return new_tensor(tokens, 0 if topk_weights is None else recv_tokens.shape[0], dtype=torch.float32)
+
+
+@torch.library.register_fake("epx::combine")
+def _(group, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
+    return new_tensor(expert_out, num_tokens, expert_out.shape[1])
+
+
+@torch.library.register_fake("epx::combine_bwd")
+def _(group, handle_mem, grad_out, expert_out, recv_weights, top_k, alignment, num_rows):
+    weights = 0 if expert_out is None else num_rows
+    return new_tensor(grad_out, num_rows, grad_out.shape[1]), new_tensor(grad_out, weights, dtype=torch.float32)
+
+
+@torch.library.register_fake("epx::dispatch_bwd")
+def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tokens):
+    weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
+    return new_tensor(grad_recv, num_tokens, grad_recv.shape[1]), new_tensor(grad_recv, *weights, dtype=torch.float32)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -335,3 +389,6 @@ def saves_exchange():
         return CheckpointPolicy.MUST_SAVE if is_own else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+__all__ = ["Plan", "combine", "dispatch", "prepare", "prepare_dispatch", "saves_exchange"]

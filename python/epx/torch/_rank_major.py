@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from .._values import refuse
 from ._derivatives import differentiable_once
 from ._group import Group, call
-from ._library import ops
+from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_plan, _require_usable, _require_writable
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
@@ -42,6 +42,44 @@ class RankMajorPlan:
     def is_row(self) -> torch.Tensor:
         """[P, M] bool: which rows are kept ones."""
         return torch.arange(self.max_rows, device=self.counts.device) < self.counts[:, None]
+
+
+def _fake_plan(group, tokens, topk_idx, topk_weights, max_rows):
+    known, top_k = groups[group], topk_idx.shape[1]
+    weights = (0,) if topk_weights is None else (known.num_ranks, max_rows, top_k)
+    return (
+        new_tensor(tokens, known.handle_mem_size(top_k, 1), dtype=torch.uint8),
+        new_tensor(tokens, known.num_ranks, max_rows, top_k, dtype=torch.int32),
+        new_tensor(tokens, *weights, dtype=torch.float32),
+        new_tensor(tokens, known.num_ranks, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("epx::dispatch_rank_major")
+def _(group, tokens, topk_idx, topk_weights, max_rows):
+    rows = new_tensor(tokens, groups[group].num_ranks, max_rows, tokens.shape[1])
+    return rows, *_fake_plan(group, tokens, topk_idx, topk_weights, max_rows)
+
+
+@torch.library.register_fake("epx::dispatch_rank_major_into")
+def _(group, tokens, topk_idx, topk_weights, recv_tokens):
+    return _fake_plan(group, tokens, topk_idx, topk_weights, recv_tokens.shape[1])
+
+
+@torch.library.register_fake("epx::combine_rank_major")
+def _(group, handle_mem, expert_out, top_k, num_tokens):
+    return new_tensor(expert_out, num_tokens, expert_out.shape[2])
+
+
+@torch.library.register_fake("epx::combine_rank_major_bwd")
+def _(group, handle_mem, grad_out, top_k, max_rows):
+    return new_tensor(grad_out, groups[group].num_ranks, max_rows, grad_out.shape[1])
+
+
+@torch.library.register_fake("epx::dispatch_rank_major_bwd")
+def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
+    weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
+    return new_tensor(grad_recv, num_tokens, grad_recv.shape[2]), new_tensor(grad_recv, *weights, dtype=torch.float32)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -165,3 +203,6 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
     if _records(expert_out):
         return _Combine.apply(*args)
     return call(number, _combine, *args)
+
+
+__all__ = ["RankMajorPlan", "combine_rank_major", "dispatch_rank_major"]
