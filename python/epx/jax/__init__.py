@@ -20,32 +20,9 @@ moves.
         return epx.jax.finish(jnp.mean(out**2), token)
 """
 
+from . import _operations
 from ._groups import make_group
-from ._operations import (
-    Plan,
-    RankMajorPlan,
-    checkpoint,
-    combine,
-    combine_rank_major,
-    dispatch,
-    dispatch_rank_major,
-    finish,
-    first_token,
-    prepare,
-    prepare_dispatch,
-)
+from ._operations import *
 
-__all__ = [
-    "Plan",
-    "RankMajorPlan",
-    "checkpoint",
-    "combine",
-    "combine_rank_major",
-    "dispatch",
-    "dispatch_rank_major",
-    "finish",
-    "first_token",
-    "make_group",
-    "prepare",
-    "prepare_dispatch",
-]
+__all__ = ["make_group"]
+__all__ += _operations.__all__

@@ -609,3 +609,18 @@ def checkpoint(function) -> collections.abc.Callable:
         return run(arguments[-1], hoisted, *arguments[:-1])
 
     return checkpointed
+
+
+__all__ = [
+    "Plan",
+    "RankMajorPlan",
+    "checkpoint",
+    "combine",
+    "combine_rank_major",
+    "dispatch",
+    "dispatch_rank_major",
+    "finish",
+    "first_token",
+    "prepare",
+    "prepare_dispatch",
+]
