@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/python.md run as they stand. page_test.py PAGE"""
+"""The programs of docs/python.md run as they stand, and README.md has the first of them. page_test.py PAGE README"""
 
 import os
 import re
@@ -15,6 +15,9 @@ import numpy
 
 with open(sys.argv[1], encoding="utf-8") as page:
     numpy_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)[:2]
+
+with open(sys.argv[2], encoding="utf-8") as readme:
+    assert f"```python\n{numpy_program}```" in readme.read()
 
 names = {}
 exec(numpy_program, names)

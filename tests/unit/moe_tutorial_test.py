@@ -162,7 +162,7 @@ class Tables(unittest.TestCase):
         self.assertIn("15 us", texts)
         self.assertIn("21 us", texts)
         ffn = [element for element in svg.iter(f"{SVG}rect") if element.findtext(f"{SVG}title") == "ffn: 6.0 us"]
-        self.assertAlmostEqual(float(ffn[0].get("width")), (picture.WIDTH - picture.LEFT - 90) * 6 / 15, places=1)
+        self.assertAlmostEqual(float(ffn[0].get("width")), picture.LENGTH * 6 / 15, places=1)
 
 
 # Ends each phase as a measured program does; an argument makes it fail in one.
