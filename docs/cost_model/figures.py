@@ -47,10 +47,10 @@ class Measured:
 
 # bfloat16, H 7168, 256 experts, uniform routing, H200, windows, all SMs
 ONE_NODE = (
-    Measured(4, 4096, 8, "dispatch", 1, 473.0, "the design page"),
+    Measured(4, 4096, 8, "dispatch", 1, 473.0, "the first design"),
     Measured(4, 4096, 8, "dispatch", 128, 474.3, "record 0006, 132 SMs"),
     Measured(4, 4096, 8, "combine wire", 128, 485.9, "record 0006, 132 SMs"),
-    Measured(4, 4096, 8, "combine wire", 1, 482.0, "the design page"),
+    Measured(4, 4096, 8, "combine wire", 1, 482.0, "the first design"),
     Measured(2, 4096, 8, "dispatch", 128, 208.3, "record 0005"),
     Measured(2, 4096, 8, "combine wire", 128, 204.9, "record 0005"),
     Measured(2, 11264, 3, "dispatch", 128, 414.5, "record 0005"),
