@@ -7,13 +7,12 @@ for each.
 """
 
 from . import bootstrap
-from ._library import libepx as _libepx
+from ._library import libepx as _libepx, version_text as _version_text
 from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, Status, Transport
 from .errors import Error, EventError, GroupError, InvalidArgumentError, UnsupportedError
 from .group import Group, Plan, RankMajorPlan, memory_plan
 
-_version = _libepx.epx_version()
-__version__ = f"{_version // 10000}.{_version // 100 % 100}.{_version % 100}"
+__version__ = _version_text(_libepx.epx_version())
 
 __all__ = [
     "CombinePrecision",
