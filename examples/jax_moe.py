@@ -67,8 +67,8 @@ class Epx:
     def layer(self, gate_weight, layer, tokens, token):
         topk_idx, weights = route(gate_weight, tokens, self.top_k)
         plan, token = epx.jax.prepare(self.group, topk_idx, token)
-        rows, row_weights, token = epx.jax.dispatch(self.group, plan, tokens, weights, token)
-        return epx.jax.combine(self.group, plan, run_experts(layer, rows, plan.counts), row_weights, token)
+        rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token)
+        return epx.jax.combine(plan, run_experts(layer, rows, plan.counts), row_weights, token)
 
     finish = staticmethod(epx.jax.finish)
 

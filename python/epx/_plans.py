@@ -40,7 +40,7 @@ class Plan:
 class RankMajorPlan:
     """What dispatch_rank_major() has received from whom, and the handle memory that the three other rank-major calls take.
 
-    top_k: of the layer.  num_tokens: T.  rows_per_rank: M.  handle_mem: [bytes] uint8, of use in this group alone.
+    top_k: of the layer.  num_tokens: T.  max_rows: M.  handle_mem: [bytes] uint8, of use in this group alone.
     counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]].
     topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is masked or goes
     to another rank, and in rows that hold no token.
@@ -48,7 +48,7 @@ class RankMajorPlan:
 
     top_k: int
     num_tokens: int
-    rows_per_rank: int
+    max_rows: int
     handle_mem: numpy.ndarray
     counts: numpy.ndarray
     topk_idx: numpy.ndarray

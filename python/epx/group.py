@@ -255,8 +255,8 @@ class Group:
 
     def prepare_dispatch(
         self,
-        topk_idx,
         tokens,
+        topk_idx,
         topk_weights=None,
         *,
         alignment=1,
@@ -354,14 +354,14 @@ class Group:
         return grad_tokens, grad_weights
 
     def dispatch_rank_major(
-        self, topk_idx, tokens, topk_weights=None, *, rows_per_rank=None, counts_dtype=numpy.int32, sidecar=None
+        self, tokens, topk_idx, topk_weights=None, *, max_rows=None, counts_dtype=numpy.int32, sidecar=None
     ) -> tuple:
         """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare.
         Collective.
 
-        topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
-        float32, or None on all ranks.  rows_per_rank: M, the same on all ranks; default: max_tokens_per_rank, which loses
-        nothing. P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: [T, S], as in dispatch().
+        tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
+        float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
+        P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: [T, S], as in dispatch().
         Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar a fourth array,
         [P, M, S] of its dtype. Rows that hold no token, recv_tokens[r, plan.counts[r]:], are zero.
         """
@@ -370,12 +370,12 @@ class Group:
         num_tokens, top_k = topk_idx.shape
         self.require_layer(top_k)
         sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), "sidecar", tokens, sidecar)
-        rows_per_rank = self.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
-        rows = self.num_ranks, rows_per_rank
+        max_rows = self.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
+        rows = self.num_ranks, max_rows
         plan = RankMajorPlan(
             top_k,
             num_tokens,
-            rows_per_rank,
+            max_rows,
             aligned_bytes(self.handle_mem_size(top_k)),
             counts=numpy.empty(self.num_ranks, _counts_dtype(counts_dtype)),
             topk_idx=numpy.full((*rows, top_k), -1, numpy.int32),
@@ -412,7 +412,7 @@ class Group:
         """
         self._require_host()
         require_plan(plan, RankMajorPlan)
-        rows = tensor("expert_out", expert_out, (self.num_ranks, plan.rows_per_rank, None))
+        rows = tensor("expert_out", expert_out, (self.num_ranks, plan.max_rows, None))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
         self._call("combine_rank_major", plan, rows, output("out", out))
@@ -427,7 +427,7 @@ class Group:
         self._require_host()
         require_plan(plan, RankMajorPlan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
-        grad_expert_out = numpy.zeros((self.num_ranks, plan.rows_per_rank, grad_out.shape[1]), grad_out.dtype)
+        grad_expert_out = numpy.zeros((self.num_ranks, plan.max_rows, grad_out.shape[1]), grad_out.dtype)
         self._call("combine_rank_major_bwd", plan, grad, tensor("grad_expert_out", grad_expert_out))
         return grad_expert_out
 
@@ -439,7 +439,7 @@ class Group:
         """
         self._require_host()
         require_plan(plan, RankMajorPlan)
-        rows = self.num_ranks, plan.rows_per_rank
+        rows = self.num_ranks, plan.max_rows
         grad = tensor("grad_recv", grad_recv, (*rows, None))
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[2]), grad_recv.dtype)
         weights = grad_weights = None

@@ -86,7 +86,7 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
 }
 
 // Returns what prepare does and then what dispatch does.
-tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor& topk_idx, const Tensor& tokens,
+tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                        const optional<Tensor>& topk_weights, int64_t alignment,
                                                        bool int64_counts, int64_t pads, int64_t num_rows) {
   const GroupUse group(id);
@@ -215,7 +215,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, Tensor(a!) recv_tokens) -> Tensor");
   library.def(
-      "prepare_dispatch(int group, Tensor topk_idx, Tensor tokens, Tensor? topk_weights, int alignment, bool int64_counts, "
+      "prepare_dispatch(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, bool int64_counts, "
       "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens) -> Tensor");

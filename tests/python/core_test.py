@@ -157,8 +157,8 @@ class Layer(unittest.TestCase):
                 sidecars = [numpy.arange(len(each), dtype=numpy.float32)[:, None] for each in tokens]
                 wanted = reference.Exchange(idx, EXPERTS, alignment)
                 plan, rows, row_weights, sidecar = group.prepare_dispatch(
-                    idx[RANK],
                     tokens[RANK],
+                    idx[RANK],
                     weights[RANK] if with_weights else None,
                     alignment=alignment,
                     with_slot=True,
@@ -181,7 +181,7 @@ class Layer(unittest.TestCase):
                 row_weights = wanted.scatter_weights(weights) if with_weights else None
                 numpy.testing.assert_allclose(out, wanted.gather(wanted.scatter(tokens), row_weights)[RANK], 1e-5, 1e-5)
             buffer = numpy.full((plan.num_rows + 2, HIDDEN), 7, numpy.float32)
-            plan, rows, _ = group.prepare_dispatch(idx[RANK], tokens[RANK], alignment=16, recv_tokens=buffer, pads="untouched")
+            plan, rows, _ = group.prepare_dispatch(tokens[RANK], idx[RANK], alignment=16, recv_tokens=buffer, pads="untouched")
             self.assertIs(rows, buffer)
             self.assertEqual((rows != 7).any(axis=1).sum(), plan.counts.sum())
             group.check()
@@ -203,19 +203,19 @@ class Layer(unittest.TestCase):
 
     def test_3_rank_major(self):
         with make_group("rank_major") as group:
-            for rows_per_rank, num_tokens, with_weights, index_dtype in (
+            for max_rows, num_tokens, with_weights, index_dtype in (
                 (None, [32 - 5 * rank for rank in range(RANKS)], True, numpy.int64),
                 (9, [0] + [9] * (RANKS - 1), False, numpy.int32),
                 (2, [7] * RANKS, True, numpy.int32),
                 (0, [3] * RANKS, True, numpy.int64),
             ):
                 idx, tokens, weights = make_data(num_tokens, 12)
-                wanted = reference.RankMajorExchange(idx, EXPERTS, 32 if rows_per_rank is None else rows_per_rank)
+                wanted = reference.RankMajorExchange(idx, EXPERTS, 32 if max_rows is None else max_rows)
                 plan, rows, row_weights = group.dispatch_rank_major(
-                    idx[RANK].astype(index_dtype),
                     tokens[RANK],
+                    idx[RANK].astype(index_dtype),
                     weights[RANK] if with_weights else None,
-                    rows_per_rank=rows_per_rank,
+                    max_rows=max_rows,
                     counts_dtype=index_dtype,
                 )
                 self.assertEqual(plan.counts.dtype, index_dtype)
@@ -251,8 +251,8 @@ class Layer(unittest.TestCase):
                     self.assertEqual(caught.exception.operation, epx.Operation.DISPATCH_RANK_MAJOR)
                 else:
                     group.check()
-            with self.assertRaisesRegex(epx.InvalidArgumentError, "rows_per_rank is -1"):
-                group.dispatch_rank_major(idx[RANK], tokens[RANK], rows_per_rank=-1)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "max_rows is -1"):
+                group.dispatch_rank_major(tokens[RANK], idx[RANK], max_rows=-1)
             with self.assertRaisesRegex(epx.InvalidArgumentError, "expert_out has shape"):
                 group.combine_rank_major(plan, tokens[RANK])
 
@@ -270,7 +270,7 @@ class Layer(unittest.TestCase):
             numpy.testing.assert_array_equal(sidecar, wanted.scatter(sidecars)[RANK])
             bytes_ = [each.view(numpy.uint8)[:, :5].copy() for each in sidecars]
             plan, rows, row_weights, sidecar = group.dispatch_rank_major(
-                idx[RANK], tokens[RANK], weights[RANK], sidecar=bytes_[RANK]
+                tokens[RANK], idx[RANK], weights[RANK], sidecar=bytes_[RANK]
             )
             wanted = reference.RankMajorExchange(idx, EXPERTS, 32)
             numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
@@ -283,7 +283,7 @@ class Layer(unittest.TestCase):
                 "max_sidecar_bytes": numpy.zeros((6, 13), numpy.uint8),
             }.items():
                 with self.assertRaisesRegex(epx.InvalidArgumentError, words):
-                    group.dispatch_rank_major(idx[RANK], tokens[RANK], sidecar=sidecar)
+                    group.dispatch_rank_major(tokens[RANK], idx[RANK], sidecar=sidecar)
             group.check()
 
     def test_4_events_are_told_by_check_alone(self):
@@ -315,7 +315,7 @@ class Layer(unittest.TestCase):
             idx, tokens, weights = make_data([4] * RANKS, 8)
             plan = group.prepare(idx[RANK])
             x, w = tokens[RANK], weights[RANK]
-            by_rank, *_ = group.dispatch_rank_major(idx[RANK], x)
+            by_rank, *_ = group.dispatch_rank_major(x, idx[RANK])
             for words, call in {
                 "tokens has shape": lambda: group.dispatch(plan, x[:3]),
                 "tokens has strides": lambda: group.dispatch(plan, numpy.zeros((HIDDEN, 4), numpy.float32).T),
@@ -326,12 +326,12 @@ class Layer(unittest.TestCase):
                 "topk_idx is float32": lambda: group.prepare(x),
                 "topk_idx has shape": lambda: group.prepare(idx[RANK][0]),
                 "topk_idx has K = 4; it must be 1 to 3": lambda: group.prepare(numpy.zeros((2, TOP_K + 1), int)),
-                "topk_idx has K = 0; it must be": lambda: group.prepare_dispatch(numpy.zeros((4, 0), int), x),
-                "K = 9; it must be": lambda: group.dispatch_rank_major(numpy.zeros((4, 9), int), x),
+                "topk_idx has K = 0; it must be": lambda: group.prepare_dispatch(x, numpy.zeros((4, 0), int)),
+                "K = 9; it must be": lambda: group.dispatch_rank_major(x, numpy.zeros((4, 9), int)),
                 "alignment is -1; it must be 0 to 128": lambda: group.prepare(idx[RANK], alignment=-1),
                 "counts_dtype is int16; it must be int32 or int64": lambda: group.prepare(idx[RANK], counts_dtype="int16"),
                 "counts_dtype is float32; it must be int32 or int64": lambda: group.dispatch_rank_major(
-                    idx[RANK], x, counts_dtype=numpy.float32
+                    x, idx[RANK], counts_dtype=numpy.float32
                 ),
                 "recv_weights has shape": lambda: group.combine(plan, x, w),
                 "expert_out has shape": lambda: group.combine_bwd(plan, x, numpy.zeros((4, HIDDEN + 1), numpy.float32)),
@@ -347,7 +347,7 @@ class Layer(unittest.TestCase):
                 "num_rows is -1; it must be at least 0": lambda: group.dispatch(plan, x, num_rows=-1),
                 "num_rows is 2.5; it must be an integer": lambda: group.combine_bwd(plan, x, num_rows=2.5),
                 "alignment is 4294967297; it must fit in 32 bits": lambda: group.prepare(idx[RANK], alignment=2**32 + 1),
-                "rows_per_rank is 'all'": lambda: group.dispatch_rank_major(idx[RANK], x, rows_per_rank="all"),
+                "max_rows is 'all'": lambda: group.dispatch_rank_major(x, idx[RANK], max_rows="all"),
                 "recv_tokens is read-only": lambda: group.dispatch(plan, x, recv_tokens=numpy.broadcast_to(x, x.shape)),
             }.items():
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:

@@ -91,30 +91,30 @@ def grouped_experts(rows, counts, weight):
 def undefined_rows_layer(group, tokens, topk_idx, weights, expert_weight, token):
     """moe_layer() with rows that nobody has made zero, which become NaN here to see that they do not matter."""
     plan, token = epx.jax.prepare(group, topk_idx, token, zero_unused=False)
-    rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token)
+    rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token)
     spoilt = jnp.where(jnp.arange(len(rows))[:, None] < plan.offsets[-1], 0, jnp.nan)
     rows = grouped_experts(rows + spoilt, plan.counts, expert_weight) + spoilt
-    return epx.jax.combine(group, plan, rows, row_weights, token)
+    return epx.jax.combine(plan, rows, row_weights, token)
 
 
 def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignment=1, num_rows=None):
     plan, token = epx.jax.prepare(group, topk_idx, token, alignment=alignment)
-    rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token, num_rows=num_rows)
-    return epx.jax.combine(group, plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
+    rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token, num_rows=num_rows)
+    return epx.jax.combine(plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
 
 
 def prepare_dispatch_layer(group, tokens, topk_idx, weights, expert_weight, token, **options):
     """moe_layer() with prepare and dispatch in one call."""
-    plan, rows, row_weights, token = epx.jax.prepare_dispatch(group, topk_idx, tokens, weights, token, **options)
-    return epx.jax.combine(group, plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
+    plan, rows, row_weights, token = epx.jax.prepare_dispatch(group, tokens, topk_idx, weights, token, **options)
+    return epx.jax.combine(plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
 
 
 def rank_major_layer(group, tokens, topk_idx, weights, expert_weight, token, **options):
     """The layer by the rank-major calls; the experts' outputs of a row are weighted and summed here."""
-    plan, rows, row_weights, token = epx.jax.dispatch_rank_major(group, topk_idx, tokens, weights, token, **options)
+    plan, rows, row_weights, token = epx.jax.dispatch_rank_major(group, tokens, topk_idx, weights, token, **options)
     outs = jnp.tanh(jnp.einsum("pmh,pmkhg->pmkg", rows, expert_weight[plan.topk_idx]))
     outs = jnp.where(plan.topk_idx[..., None] >= 0, outs * row_weights[..., None], 0)
-    return epx.jax.combine_rank_major(group, plan, outs.sum(2), token)
+    return epx.jax.combine_rank_major(plan, outs.sum(2), token)
 
 
 def dense_layer(tokens, topk_idx, weights, expert_weight):

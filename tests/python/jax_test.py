@@ -16,6 +16,7 @@ import threading
 import time
 import unittest
 import warnings
+import weakref
 
 import jax_ranks
 import ranks
@@ -31,6 +32,11 @@ import epx
 import epx.jax
 
 TOLERANCE = dict(rtol=1e-4, atol=1e-5)
+
+
+def of_group(plan, group):
+    """The plan, as if this group had made it."""
+    return dataclasses.replace(plan, group_reference=weakref.ref(group))
 
 
 def local_experts(group, data):
@@ -100,7 +106,7 @@ class ProcessLocal(unittest.TestCase):
         @jax.jit
         def dispatch(idx, tokens, sidecar):
             plan, rows, none, scales, token = epx.jax.prepare_dispatch(
-                group, idx, tokens, None, epx.jax.first_token(), alignment=4, with_slot=True, sidecar=sidecar
+                group, tokens, idx, None, epx.jax.first_token(), alignment=4, with_slot=True, sidecar=sidecar
             )
             assert none is None
             return epx.jax.finish((plan, rows, scales), token)
@@ -121,7 +127,7 @@ class ProcessLocal(unittest.TestCase):
         self.check(group, Data([4] * RANKS, seed=11), rank_major_layer)
         uneven = [0 if rank == RANKS - 1 else 3 + rank for rank in range(RANKS)]
         self.check(group, Data(uneven, seed=12), rank_major_layer)
-        self.check(group, Data([5] * RANKS, top_k=1, seed=13, masked=0), rank_major_layer, rows_per_rank=5)
+        self.check(group, Data([5] * RANKS, top_k=1, seed=13, masked=0), rank_major_layer, max_rows=5)
         self.check(group, Data([3] * RANKS, top_k=3, seed=14, masked=1), rank_major_layer)
 
         # Without weights, and with the rows as they arrive.
@@ -132,7 +138,7 @@ class ProcessLocal(unittest.TestCase):
         @jax.jit
         def dispatch(idx, tokens):
             plan, rows, none, token = epx.jax.dispatch_rank_major(
-                group, idx, tokens, None, epx.jax.first_token(), rows_per_rank=3
+                group, tokens, idx, None, epx.jax.first_token(), max_rows=3
             )
             assert none is None
             return epx.jax.finish((plan, rows), token)
@@ -159,7 +165,7 @@ class ProcessLocal(unittest.TestCase):
 
             def loss(tokens, idx, weights, sidecar):
                 plan, token = epx.jax.prepare(group, idx, epx.jax.first_token(), alignment=4, with_slot=True)
-                rows, row_weights, scales, token = epx.jax.dispatch(group, plan, tokens, weights, token, sidecar=sidecar)
+                rows, row_weights, scales, token = epx.jax.dispatch(plan, tokens, weights, token, sidecar=sidecar)
                 return epx.jax.finish(jnp.sum(rows) + jnp.sum(row_weights), token), (plan, scales)
 
             gradient = jax.jit(jax.grad(loss, (0, 2), has_aux=True))
@@ -189,7 +195,7 @@ class ProcessLocal(unittest.TestCase):
 
             def loss(tokens, idx, weights, sidecar):
                 token = epx.jax.first_token()
-                _, rows, _, scales, token = epx.jax.dispatch_rank_major(group, idx, tokens, weights, token, sidecar=sidecar)
+                _, rows, _, scales, token = epx.jax.dispatch_rank_major(group, tokens, idx, weights, token, sidecar=sidecar)
                 return epx.jax.finish(2 * jnp.sum(rows), token), scales
 
             arguments = float32(data.tokens[RANK]), data.idx[RANK], float32(data.weights[RANK]), sidecars[RANK]
@@ -282,8 +288,8 @@ class ProcessLocal(unittest.TestCase):
             plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
 
             def layer(tokens, token):
-                rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token)
-                out, token = epx.jax.combine(group, plan, rows * 2, row_weights, token)
+                rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token)
+                out, token = epx.jax.combine(plan, rows * 2, row_weights, token)
                 return jnp.where(factors > 3, out * factors, 0), token
 
             out, token = wrap(layer)(tokens, token)
@@ -339,10 +345,10 @@ class ProcessLocal(unittest.TestCase):
         for dtype in (jnp.bfloat16, jnp.float16):
             tokens = jnp.asarray(data.tokens[RANK], dtype)
             plan, token = epx.jax.prepare(group, jnp.asarray(data.idx[RANK]), epx.jax.first_token())
-            rows, none, token = epx.jax.dispatch(group, plan, tokens, None, token)
+            rows, none, token = epx.jax.dispatch(plan, tokens, None, token)
             self.assertIsNone(none)
             self.assertEqual(rows.dtype, dtype)
-            out, token = epx.jax.combine(group, plan, rows, None, token)
+            out, token = epx.jax.combine(plan, rows, None, token)
             routes = (data.idx[RANK] >= 0).sum(axis=1, keepdims=True)
             numpy.testing.assert_allclose(numpy.asarray(out, float), numpy.asarray(tokens, float) * routes, rtol=2e-2)
             numpy.testing.assert_array_equal(numpy.asarray(rows, float)[int(plan.offsets[-1]) :], 0)
@@ -365,6 +371,7 @@ class ProcessLocal(unittest.TestCase):
         group.destroy()
 
     def check_plan_of_another_group(self, call):
+        """A plan has its group, so that the test forges one. A call that is given another group's sees an event."""
         group, other = make_group(), make_group()
 
         @jax.jit
@@ -385,7 +392,7 @@ class ProcessLocal(unittest.TestCase):
     def test_5_plan_of_another_group_is_told_by_check(self):
         def call(group, other, idx, tokens):
             plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
-            rows, _, last = epx.jax.dispatch(other, plan, tokens, None, epx.jax.first_token())
+            rows, _, last = epx.jax.dispatch(of_group(plan, other), tokens, None, epx.jax.first_token())
             return rows, token, last
 
         self.check_plan_of_another_group(call)
@@ -393,9 +400,9 @@ class ProcessLocal(unittest.TestCase):
     @ranks.skip_over_nodes
     def test_5_rank_major_plan_of_another_group_is_told_by_check(self):
         def call(group, other, idx, tokens):
-            plan, _, _, token = epx.jax.dispatch_rank_major(group, idx, tokens, None, epx.jax.first_token())
+            plan, _, _, token = epx.jax.dispatch_rank_major(group, tokens, idx, None, epx.jax.first_token())
             sums = jnp.ones_like(plan.topk_idx, tokens.dtype)
-            out, last = epx.jax.combine_rank_major(other, plan, sums, epx.jax.first_token())
+            out, last = epx.jax.combine_rank_major(of_group(plan, other), sums, epx.jax.first_token())
             return out, token, last
 
         self.check_plan_of_another_group(call)
@@ -540,6 +547,20 @@ class Lifetime(unittest.TestCase):
         self.assertLess(last - first, 8 << 20)
         self.assertEqual(files_in_the_end - files, collections.Counter())
 
+    def test_1_a_plan_does_not_keep_its_group(self):
+        num_rows = jax.jit(lambda plan: plan.offsets[-1])  # which has compiled for this plan, and lives on
+        idx, tokens = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, HIDDEN))
+        group = make_group() if ON_GPU else epx.Group(epx.bootstrap.local(), transport="host", **config())
+        plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
+        self.assertIs(plan.group, group)
+        jax.block_until_ready(num_rows(plan))
+        alive = weakref.ref(group)
+        del group
+        gc.collect()
+        self.assertIsNone(alive())
+        with self.assertRaisesRegex(epx.InvalidArgumentError, "the group has been destroyed"):
+            epx.jax.dispatch(plan, tokens, None, token)
+
     def test_2_the_process_ends_cleanly(self):
         """With a group that lives, one that is only part of a compiled program, a call that nobody has waited for, and one in
         which a thread waits for a peer."""
@@ -577,27 +598,28 @@ class Refusals(unittest.TestCase):
             "alignment is 99; it must be 0 to": lambda: epx.jax.prepare(group, idx, start, alignment=99),
             "token has shape": lambda: epx.jax.prepare(group, idx, tokens),
             "token is int": lambda: epx.jax.prepare(group, idx, 3),
-            "tokens has shape": lambda: epx.jax.dispatch(group, plan, tokens[:1], None, token),
-            "tokens is int32": lambda: epx.jax.dispatch(group, plan, tokens.astype(jnp.int32), None, token),
-            "hidden_dim": lambda: epx.jax.dispatch(group, plan, jnp.ones((2, HIDDEN + 1)), None, token),
-            "topk_weights has shape": lambda: epx.jax.dispatch(group, plan, tokens, jnp.ones(2), token),
-            "topk_weights is float16": lambda: epx.jax.dispatch(group, plan, tokens, weights.astype(jnp.float16), token),
-            "recv_weights has shape": lambda: epx.jax.combine(group, plan, tokens, jnp.ones(3), token),
-            "sidecar has shape": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights[:1]),
-            "max_sidecar_bytes is 0": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights),
-            "whole bytes": lambda: epx.jax.dispatch(group, plan, tokens, None, token, sidecar=weights.astype(jnp.int4)),
-            "num_rows is -1; it must be at least 0": lambda: epx.jax.dispatch(group, plan, tokens, None, token, num_rows=-1),
-            "num_rows is 'all'": lambda: epx.jax.prepare_dispatch(group, idx, tokens, None, token, num_rows="all"),
-            "plan is tuple; this call takes Plan": lambda: epx.jax.dispatch(group, (), tokens, None, token),
-            "this call takes RankMajorPlan": lambda: epx.jax.combine_rank_major(group, plan, tokens, token),
+            "tokens has shape": lambda: epx.jax.dispatch(plan, tokens[:1], None, token),
+            "tokens is int32": lambda: epx.jax.dispatch(plan, tokens.astype(jnp.int32), None, token),
+            "hidden_dim": lambda: epx.jax.dispatch(plan, jnp.ones((2, HIDDEN + 1)), None, token),
+            "topk_weights has shape": lambda: epx.jax.dispatch(plan, tokens, jnp.ones(2), token),
+            "topk_weights is float16": lambda: epx.jax.dispatch(plan, tokens, weights.astype(jnp.float16), token),
+            "recv_weights has shape": lambda: epx.jax.combine(plan, tokens, jnp.ones(3), token),
+            "sidecar has shape": lambda: epx.jax.dispatch(plan, tokens, None, token, sidecar=weights[:1]),
+            "max_sidecar_bytes is 0": lambda: epx.jax.dispatch(plan, tokens, None, token, sidecar=weights),
+            "whole bytes": lambda: epx.jax.dispatch(plan, tokens, None, token, sidecar=weights.astype(jnp.int4)),
+            "num_rows is -1; it must be at least 0": lambda: epx.jax.dispatch(plan, tokens, None, token, num_rows=-1),
+            "num_rows is 'all'": lambda: epx.jax.prepare_dispatch(group, tokens, idx, None, token, num_rows="all"),
+            "plan is tuple; this call takes Plan": lambda: epx.jax.dispatch((), tokens, None, token),
+            "plan is Group; this call takes Plan": lambda: epx.jax.dispatch(group, tokens, None, token),
+            "this call takes RankMajorPlan": lambda: epx.jax.combine_rank_major(plan, tokens, token),
             "alignment is 4294967297; it must fit": lambda: epx.jax.prepare(group, idx, start, alignment=2**32 + 1),
         }
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "epx.jax.finish"):
-            jax.grad(lambda x: jnp.sum(epx.jax.dispatch(group, plan, x, None, token)[0]))(tokens)
+            jax.grad(lambda x: jnp.sum(epx.jax.dispatch(plan, x, None, token)[0]))(tokens)
 
         def square_of_rows(x):
-            rows, _, end = epx.jax.dispatch(group, plan, x, None, token)
+            rows, _, end = epx.jax.dispatch(plan, x, None, token)
             return epx.jax.finish(jnp.sum(rows**2), end)
 
         first = jax.grad(square_of_rows)
@@ -606,19 +628,19 @@ class Refusals(unittest.TestCase):
                 second(tokens)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "epx.jax.finish"):
             jax.grad(
-                lambda x: jnp.sum(epx.jax.checkpoint(lambda x, t: epx.jax.dispatch(group, plan, x, None, t)[::2])(x, token)[0])
+                lambda x: jnp.sum(epx.jax.checkpoint(lambda x, t: epx.jax.dispatch(plan, x, None, t)[::2])(x, token)[0])
             )(tokens)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "num_rows is .*Tracer.*; it must be an integer"):
-            jax.jit(lambda rows: epx.jax.dispatch(group, plan, tokens, None, token, num_rows=rows)[0])(3)
+            jax.jit(lambda rows: epx.jax.dispatch(plan, tokens, None, token, num_rows=rows)[0])(3)
         with self.assertRaisesRegex(Exception, "top_k is 2147483648 and alignment is 1; each must fit in 32 bits"):
             strange = dataclasses.replace(plan, top_k=2**31)
-            jax.block_until_ready(epx.jax.combine(group, strange, tokens, None, token))
+            jax.block_until_ready(epx.jax.combine(strange, tokens, None, token))
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
-            jax.vmap(lambda x: epx.jax.dispatch(group, plan, x, None, token)[0])(tokens[None])
+            jax.vmap(lambda x: epx.jax.dispatch(plan, x, None, token)[0])(tokens[None])
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
             jax.vmap(lambda x: epx.jax.prepare(group, x, token)[0].counts)(idx[None])
-        rows, _, token = epx.jax.dispatch(group, plan, tokens, None, token)
-        out, _ = epx.jax.combine(group, plan, rows, None, token)
+        rows, _, token = epx.jax.dispatch(plan, tokens, None, token)
+        out, _ = epx.jax.combine(plan, rows, None, token)
         numpy.testing.assert_array_equal(out, tokens)
         group.check()
         group.destroy()
@@ -627,21 +649,21 @@ class Refusals(unittest.TestCase):
     def test_1_arguments_of_rank_major_calls(self):
         group = make_group()
         idx, tokens, weights = jnp.zeros((2, 1), jnp.int32), jnp.ones((2, HIDDEN)), jnp.ones((2, 1))
-        plan, rows, _, token = epx.jax.dispatch_rank_major(group, idx, tokens, None, epx.jax.first_token())
+        plan, rows, _, token = epx.jax.dispatch_rank_major(group, tokens, idx, None, epx.jax.first_token())
 
         def dispatch(tokens=tokens, **options):
-            return epx.jax.dispatch_rank_major(group, idx, tokens, None, token, **options)
+            return epx.jax.dispatch_rank_major(group, tokens, idx, None, token, **options)
 
         refused = {
             "whole bytes": lambda: dispatch(sidecar=weights.astype(jnp.int4)),
-            "rows_per_rank is -1": lambda: dispatch(rows_per_rank=-1),
-            "expert_out has shape": lambda: epx.jax.combine_rank_major(group, plan, tokens, token),
-            "plan is RankMajorPlan; this call takes Plan": lambda: epx.jax.combine(group, plan, tokens, None, token),
+            "max_rows is -1": lambda: dispatch(max_rows=-1),
+            "expert_out has shape": lambda: epx.jax.combine_rank_major(plan, tokens, token),
+            "plan is RankMajorPlan; this call takes Plan": lambda: epx.jax.combine(plan, tokens, None, token),
         }
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):
             jax.jit(jax.vmap(lambda x: dispatch(x)[1]))(tokens[None])
-        out, _ = epx.jax.combine_rank_major(group, plan, rows, token)
+        out, _ = epx.jax.combine_rank_major(plan, rows, token)
         numpy.testing.assert_array_equal(out, tokens)  # all experts are on rank 0
         group.check()
         group.destroy()
@@ -652,34 +674,34 @@ class Refusals(unittest.TestCase):
         group = make_group(combine_precision="node", ranks_per_node=ranks.ranks_per_node() if ON_GPU else 1)
         idx, tokens = jnp.zeros((2, 2), jnp.int32), jnp.ones((2, HIDDEN))
         with self.assertRaisesRegex(epx.InvalidArgumentError, f"has {RANKS // group.ranks_per_node} nodes"):
-            epx.jax.dispatch_rank_major(group, idx, tokens, None, epx.jax.first_token())
+            epx.jax.dispatch_rank_major(group, tokens, idx, None, epx.jax.first_token())
         group.destroy()
 
     @ranks.skip_over_nodes
     def test_1_precision_and_capacity_of_rank_major_calls(self):
         idx, tokens, token = jnp.zeros((2, 2), jnp.int32), jnp.ones((2, HIDDEN)), epx.jax.first_token()
         exact = make_group(combine_precision="exact")
-        plan, rows, _, token = epx.jax.dispatch_rank_major(exact, idx, tokens, None, token)
+        plan, rows, _, token = epx.jax.dispatch_rank_major(exact, tokens, idx, None, token)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "'exact'"):
-            epx.jax.combine_rank_major(exact, plan, rows, token)
+            epx.jax.combine_rank_major(plan, rows, token)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "'exact'"):
 
             def loss(tokens):
-                _, rows, _, last = epx.jax.dispatch_rank_major(exact, idx, tokens, None, token)
+                _, rows, _, last = epx.jax.dispatch_rank_major(exact, tokens, idx, None, token)
                 return epx.jax.finish(jnp.sum(rows), last)
 
             jax.grad(loss)(tokens)
         exact.check()
         exact.destroy()
         node = make_group(combine_precision="node")
-        plan, rows, _, token = epx.jax.dispatch_rank_major(node, idx, tokens, None, epx.jax.first_token())
-        out, _ = epx.jax.combine_rank_major(node, plan, rows, token)
+        plan, rows, _, token = epx.jax.dispatch_rank_major(node, tokens, idx, None, epx.jax.first_token())
+        out, _ = epx.jax.combine_rank_major(plan, rows, token)
         numpy.testing.assert_array_equal(out, tokens)  # all experts are on rank 0
         node.check()
         node.destroy()
         small = make_group(max_recv_tokens_per_rank=4, max_alignment=1)
         with self.assertRaisesRegex(epx.InvalidArgumentError, f"K is {RANKS * 8 * 2}; .* max_recv_tokens_per_rank, 4"):
-            epx.jax.dispatch_rank_major(small, idx, tokens, None, epx.jax.first_token())
+            epx.jax.dispatch_rank_major(small, tokens, idx, None, epx.jax.first_token())
         small.destroy()
 
     def test_2_destroyed_group(self):

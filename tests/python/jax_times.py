@@ -82,8 +82,8 @@ def overhead(group, shape, dtype):
         token, out = epx.jax.first_token(), tokens
         for _ in range(rounds):
             plan, token = epx.jax.prepare(group, idx, token, zero_unused=zero_unused)
-            rows, _, token = epx.jax.dispatch(group, plan, tokens, None, token, num_rows=num_rows)
-            out, token = epx.jax.combine(group, plan, rows, None, token)
+            rows, _, token = epx.jax.dispatch(plan, tokens, None, token, num_rows=num_rows)
+            out, token = epx.jax.combine(plan, rows, None, token)
         return epx.jax.finish(out, token)
 
     plan = jax.block_until_ready(plan_of(idx))
@@ -158,9 +158,9 @@ def epx_layer(group, shape, num_rows, capacity, zero_unused):
         selected, topk_idx = jax.lax.top_k(inputs["logits"], shape.top_k)
         weights = jax.nn.softmax(selected, axis=-1)
         plan, token = epx.jax.prepare(group, topk_idx.astype(jnp.int32), epx.jax.first_token(), zero_unused=zero_unused)
-        rows, row_weights, token = epx.jax.dispatch(group, plan, inputs["tokens"], weights, token, num_rows=num_rows)
+        rows, row_weights, token = epx.jax.dispatch(plan, inputs["tokens"], weights, token, num_rows=num_rows)
         result = moe_jax.padded_experts(params, rows, plan.counts, capacity)
-        out, token = epx.jax.combine(group, plan, result, row_weights, token)
+        out, token = epx.jax.combine(plan, result, row_weights, token)
         return epx.jax.finish(out, token)
 
     return layer

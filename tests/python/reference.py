@@ -93,24 +93,24 @@ class Exchange:
 
 
 class RankMajorExchange:
-    """What the rank-major calls do with `rows_per_rank` rows from each rank; data and results are lists by rank, sums are
+    """What the rank-major calls do with `max_rows` rows from each rank; data and results are lists by rank, sums are
     float64."""
 
-    def __init__(self, topk_idx, num_experts, rows_per_rank):
+    def __init__(self, topk_idx, num_experts, max_rows):
         self.topk_idx = topk_idx
         self.num_ranks = num_ranks = len(topk_idx)
-        self.rows_per_rank = rows_per_rank
+        self.max_rows = max_rows
         bounds = numpy.cumsum([0] + [num_experts // num_ranks + (r < num_experts % num_ranks) for r in range(num_ranks)])
         top_k = topk_idx[0].shape[1]
         self.counts = numpy.zeros((num_ranks, num_ranks), int)  # [owner, source]
-        self.recv_topk_idx = [numpy.full((num_ranks, rows_per_rank, top_k), -1) for _ in range(num_ranks)]
+        self.recv_topk_idx = [numpy.full((num_ranks, max_rows, top_k), -1) for _ in range(num_ranks)]
         self.rows = []  # (owner, source, row, token) of each kept row
         self.drops = [False] * num_ranks  # whether an owner drops rows
         for owner in range(num_ranks):
             for source, idx in enumerate(topk_idx):
                 mine = (idx >= bounds[owner]) & (idx < bounds[owner + 1])
                 sent = numpy.flatnonzero(mine.any(axis=1))
-                kept = sent[:rows_per_rank]
+                kept = sent[:max_rows]
                 self.drops[owner] |= len(kept) < len(sent)
                 self.counts[owner, source] = len(kept)
                 for row, token in enumerate(kept):
@@ -118,7 +118,7 @@ class RankMajorExchange:
                     self.recv_topk_idx[owner][source, row] = numpy.where(mine[token], idx[token] - bounds[owner], -1)
 
     def scatter(self, tokens):
-        rows = [numpy.zeros((self.num_ranks, self.rows_per_rank) + tokens[0].shape[1:], tokens[0].dtype) for _ in tokens]
+        rows = [numpy.zeros((self.num_ranks, self.max_rows) + tokens[0].shape[1:], tokens[0].dtype) for _ in tokens]
         for owner, source, row, token in self.rows:
             rows[owner][source, row] = tokens[source][token]
         return rows

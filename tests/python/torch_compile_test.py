@@ -150,7 +150,7 @@ class Compile(unittest.TestCase):
             idx, tokens, weights = self.data(6)
 
             def program(tokens, weights):
-                plan, received, row_weights = epx.torch.prepare_dispatch(group, idx, tokens, weights, num_rows=rows)
+                plan, received, row_weights = epx.torch.prepare_dispatch(group, tokens, idx, weights, num_rows=rows)
                 return (epx.torch.combine(plan, received, row_weights),)
 
             graphs = Graphs()

@@ -111,7 +111,7 @@ def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=
     sent, weights = tokens.to(dtype), weights.float() if weighted else None
     if in_one_call:
         plan, rows, row_weights = epx.torch.prepare_dispatch(
-            group, on_device(idx), sent, weights, alignment=alignment, num_rows=num_rows or group.max_recv_tokens_per_rank
+            group, sent, on_device(idx), weights, alignment=alignment, num_rows=num_rows or group.max_recv_tokens_per_rank
         )
     else:
         plan = epx.torch.prepare(group, on_device(idx), alignment=alignment)

@@ -47,7 +47,7 @@ class Modes(unittest.TestCase):
         layer = make_layer(group)
         yield lambda tokens: epx.torch.dispatch(plan, tokens, weights, num_rows=60)[0]
         yield lambda tokens: epx.torch.combine(plan, tokens.repeat(2 * RANKS, 1))  # no fewer rows than are in use
-        yield lambda tokens: epx.torch.prepare_dispatch(group, idx, tokens, num_rows=60)[1]
+        yield lambda tokens: epx.torch.prepare_dispatch(group, tokens, idx, num_rows=60)[1]
         yield layer
         if group.ranks_per_node == RANKS:
             yield lambda tokens: epx.torch.dispatch_rank_major(group, tokens, idx)[1]
@@ -182,7 +182,7 @@ class Modes(unittest.TestCase):
         with self.assertRaisesRegex(
             torch.OutOfMemoryError, r"PyTorch could not allocate a tensor of float32 \[\d+, 8\]"
         ) as caught:
-            epx.torch.prepare_dispatch(self.group, self.idx, self.tokens, num_rows=2**45)
+            epx.torch.prepare_dispatch(self.group, self.tokens, self.idx, num_rows=2**45)
         self.assertEqual(caught.exception.status, epx.Status.OUT_OF_MEMORY)
 
 

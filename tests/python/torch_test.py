@@ -97,16 +97,16 @@ class Exchange(unittest.TestCase):
             rows, row_weights = epx.torch.dispatch(plan, tokens, weights)
             with count_calls() as calls:
                 one, one_rows, one_weights = epx.torch.prepare_dispatch(
-                    group, idx, tokens, weights, num_rows=len(rows), **options
+                    group, tokens, idx, weights, num_rows=len(rows), **options
                 )
             self.assertEqual(dict(calls), {"prepare_dispatch": 1})
             for name in ("counts", "offsets", "global_counts", "info"):
                 torch.testing.assert_close(getattr(one, name), getattr(plan, name), rtol=0, atol=0)
             torch.testing.assert_close([one_rows, one_weights], [rows, row_weights], rtol=0, atol=0)
             for words, call in {
-                "topk_idx has shape": lambda: epx.torch.prepare_dispatch(group, idx.repeat(2, 1)[1:], tokens[:0], num_rows=1),
-                "num_rows is -1": lambda: epx.torch.prepare_dispatch(group, idx, tokens, num_rows=-1),
-                "pads is 3": lambda: epx.torch.prepare_dispatch(group, idx, tokens, num_rows=1, pads=3),
+                "topk_idx has shape": lambda: epx.torch.prepare_dispatch(group, tokens[:0], idx.repeat(2, 1)[1:], num_rows=1),
+                "num_rows is -1": lambda: epx.torch.prepare_dispatch(group, tokens, idx, num_rows=-1),
+                "pads is 3": lambda: epx.torch.prepare_dispatch(group, tokens, idx, num_rows=1, pads=3),
             }.items():
                 if words.startswith("topk") and not len(idx):
                     continue  # all shapes fit on a rank without tokens

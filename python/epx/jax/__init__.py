@@ -12,8 +12,8 @@ moves.
 
     def layer(tokens, topk_idx, weights, token):          # in shard_map over the mesh, or on arrays of this process
         plan, token = epx.jax.prepare(group, topk_idx, token)
-        rows, row_weights, token = epx.jax.dispatch(group, plan, tokens, weights, token)
-        return epx.jax.combine(group, plan, experts(rows, plan.offsets), row_weights, token)
+        rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token)
+        return epx.jax.combine(plan, experts(rows, plan.offsets), row_weights, token)
 
     def loss(params, batch):
         out, token = layer(..., epx.jax.first_token())

@@ -5,12 +5,14 @@ import collections.abc
 import dataclasses
 import functools
 import operator
+import weakref
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy
 
+from .._plans import require_plan
 from .._structs import CombinePrecision
 from .._values import count, refuse
 from ._ffi import call, number_of
@@ -19,18 +21,45 @@ from ._groups import require_usable
 _INDEX_DTYPES = (jnp.int32, jnp.int64)
 
 
+def _reference(group):
+    """What a plan has its group by, as a static field. JAX keeps static fields of what compiled functions took and returned, and
+    would keep the group alive."""
+    reference = weakref.ref(group)
+    hash(reference)  # which it then has for good
+    return reference
+
+
+def _group_of(plan, kind):
+    """The group that calls with this plan are made in."""
+    require_plan(plan, kind)
+    group = plan.group
+    require_usable(group)
+    return group
+
+
+class _HasGroup:
+    @property
+    def group(self):
+        """The epx.Group that made the plan. A plan does not keep it alive."""
+        group = self.group_reference()
+        if group is None:
+            refuse("the group has been destroyed")
+        return group
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "offsets", "global_counts", "info", "slot"],
-    meta_fields=["top_k", "alignment", "num_tokens", "zero_unused"],
+    meta_fields=["group_reference", "top_k", "alignment", "num_tokens", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(_HasGroup):
     """What prepare() makes of top-k indices, as a pytree. handle_mem: [bytes] uint8.  counts: [E_l] int32, rows of each local
     expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is the number of rows in use.  global_counts: [P,
     E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand, kept, dropped (routes to this rank),
     dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K] int32, the row of each route on its
-    expert's rank, -1 where it is masked or dropped; or None. top_k, alignment, num_tokens and zero_unused are static."""
+    expert's rank, -1 where it is masked or dropped; or None. group, top_k, alignment, num_tokens and
+    zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -38,6 +67,7 @@ class Plan:
     global_counts: jax.Array
     info: jax.Array
     slot: jax.Array | None
+    group_reference: weakref.ref
     top_k: int
     alignment: int
     num_tokens: int
@@ -47,27 +77,23 @@ class Plan:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "topk_idx"],
-    meta_fields=["top_k", "num_tokens", "rows_per_rank", "zero_unused"],
+    meta_fields=["group_reference", "top_k", "num_tokens", "max_rows", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
-class RankMajorPlan:
+class RankMajorPlan(_HasGroup):
     """What dispatch_rank_major() has received from whom, as a pytree. handle_mem: [bytes] uint8.  counts: [P] int32, kept rows
     from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route
-    is masked or goes to another rank, and in rows that hold no token. top_k, num_tokens, rows_per_rank (M) and zero_unused are
-    static."""
+    is masked or goes to another rank, and in rows that hold no token. group, top_k, num_tokens, max_rows (M) and
+    zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
     topk_idx: jax.Array
+    group_reference: weakref.ref
     top_k: int
     num_tokens: int
-    rows_per_rank: int
+    max_rows: int
     zero_unused: bool
-
-
-def _require_plan(plan, kind):
-    if not isinstance(plan, kind):
-        refuse(f"plan is {type(plan).__name__}; this call takes {kind.__name__}")
 
 
 def first_token() -> jax.Array:
@@ -261,6 +287,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
         global_counts,
         _saturated(info),
         slot[0] if with_slot else None,
+        _reference(group),
         top_k,
         alignment,
         num_tokens,
@@ -269,7 +296,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
     return plan, token
 
 
-def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None) -> tuple:
+def dispatch(plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None) -> tuple:
     """Brings tokens to the ranks of their experts. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
@@ -279,9 +306,8 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar (recv_tokens, recv_weights,
     recv_sidecar [N, S], token). Rows that hold no token are zero, but see zero_unused of prepare().
     """
-    require_usable(group)
+    group = _group_of(plan, Plan)
     _require_token(token)
-    _require_plan(plan, Plan)
     _require_rows(group, "tokens", tokens, plan.num_tokens)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
     optional, attributes = _weights_and_sidecar(group, plan.num_tokens, plan.top_k, topk_weights, sidecar)
@@ -313,8 +339,8 @@ def dispatch(group, plan, tokens, topk_weights, token, *, num_rows=None, sidecar
 
 def prepare_dispatch(
     group,
-    topk_idx,
     tokens,
+    topk_idx,
     topk_weights,
     token,
     *,
@@ -369,19 +395,19 @@ def prepare_dispatch(
     token, *results = run(token, topk_idx, tokens, *optional)
     slot = results.pop() if with_slot else None
     handle_mem, counts, offsets, global_counts, info, *rows = results
-    plan = Plan(handle_mem, counts, offsets, global_counts, _saturated(info), slot, top_k, alignment, num_tokens, zero_unused)
+    layer_of_plan = _reference(group), top_k, alignment, num_tokens, zero_unused
+    plan = Plan(handle_mem, counts, offsets, global_counts, _saturated(info), slot, *layer_of_plan)
     return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
-def combine(group, plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
+def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
     """Brings the experts' outputs back. Collective.
 
     expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None on all ranks: all 1.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
     """
-    require_usable(group)
+    group = _group_of(plan, Plan)
     _require_token(token)
-    _require_plan(plan, Plan)
     _require_rows(group, "expert_out", expert_out, None)
     num_rows, hidden = expert_out.shape
     weights = []
@@ -421,12 +447,12 @@ def _require_sums_of_ranks(operation, group):
 
 
 def dispatch_rank_major(
-    group, topk_idx, tokens, topk_weights, token, *, rows_per_rank=None, sidecar=None, zero_unused=True
+    group, tokens, topk_idx, topk_weights, token, *, max_rows=None, sidecar=None, zero_unused=True
 ) -> tuple:
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
-    topk_idx: [T, K] int32 or int64, as in prepare().  tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K]
-    float32, or None on all ranks.  rows_per_rank: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
+    tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
+    float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
     P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: as in dispatch().  zero_unused: as in prepare().
     Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); with a sidecar recv_sidecar
     [P, M, S] before the token. Rows that hold no token are zero. Row i of source rank r is r's i-th token that has an expert on
@@ -439,17 +465,17 @@ def dispatch_rank_major(
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
     group.require_layer(top_k)
     _require_rows(group, "tokens", tokens, num_tokens)
-    rows_per_rank = group.max_tokens_per_rank if rows_per_rank is None else count("rows_per_rank", rows_per_rank)
-    staged = group.num_ranks * min(rows_per_rank, group.max_tokens_per_rank) * top_k
+    max_rows = group.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
+    staged = group.num_ranks * min(max_rows, group.max_tokens_per_rank) * top_k
     if staged > group.max_recv_tokens_per_rank:
         refuse(
-            f"rows_per_rank is {rows_per_rank}: P * min(rows_per_rank, max_tokens_per_rank) * K is {staged}; it must be "
+            f"max_rows is {max_rows}: P * min(max_rows, max_tokens_per_rank) * K is {staged}; it must be "
             f"at most the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
         )
     optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
     has_weights = topk_weights is not None
     layer = top_k, 1
-    rows = group.num_ranks, rows_per_rank
+    rows = group.num_ranks, max_rows
     received = [
         _struct((group.handle_mem_size(top_k),), jnp.uint8),
         _struct((group.num_ranks,), jnp.int32),
@@ -488,21 +514,20 @@ def dispatch_rank_major(
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, handle_mem, counts, local_idx, *rows = run(token, topk_idx, tokens, *optional)
-    plan = RankMajorPlan(handle_mem, counts, local_idx, top_k, num_tokens, rows_per_rank, zero_unused)
+    plan = RankMajorPlan(handle_mem, counts, local_idx, _reference(group), top_k, num_tokens, max_rows, zero_unused)
     return plan, *_dispatched(rows, topk_weights, sidecar), token
 
 
-def combine_rank_major(group, plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
+def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
     """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
     expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.
     Returns (out [T, H], token): out is the sum of a token's rows over the ranks; zero for a token without routes.
     """
-    require_usable(group)
+    group = _group_of(plan, RankMajorPlan)
     _require_token(token)
-    _require_plan(plan, RankMajorPlan)
     _require_sums_of_ranks("combine_rank_major", group)
-    rows = group.num_ranks, plan.rows_per_rank
+    rows = group.num_ranks, plan.max_rows
     _require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
     combined = [_struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]

@@ -91,7 +91,7 @@ torch.library.register_fake("epx::prepare", _fake_plan)
 
 
 @torch.library.register_fake("epx::prepare_dispatch")
-def _(group, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows):
+def _(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
     weights = 0 if topk_weights is None else num_rows
     plan = _fake_plan(group, topk_idx, alignment, int64_counts)
     return *plan, new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
@@ -155,9 +155,9 @@ class _DispatchInto(torch.autograd.Function):
 
 class _PrepareDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows):
+    def forward(ctx, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
         outputs = call(
-            number, _prepare_dispatch, number, topk_idx, tokens, topk_weights, alignment, int64_counts, pads, num_rows
+            number, _prepare_dispatch, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
@@ -168,7 +168,7 @@ class _PrepareDispatch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *grads):
         _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[2:])
-        return None, None, grad_tokens, grad_weights, None, None, None, None
+        return None, grad_tokens, None, grad_weights, None, None, None, None
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -284,27 +284,31 @@ def prepare(group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_
 
 def prepare_dispatch(
     group: Group,
-    topk_idx: torch.Tensor,
     tokens: torch.Tensor,
+    topk_idx: torch.Tensor,
     topk_weights: torch.Tensor | None = None,
     *,
-    num_rows: int,
     alignment: int = 1,
     counts_dtype: torch.dtype = torch.int32,
+    num_rows: int | None = None,
     pads: str = "zero",
 ) -> tuple[Plan, torch.Tensor, torch.Tensor | None]:
     """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
     backward; all ranks make this call, or all make the two others.
 
-    The arguments are theirs. num_rows: N, which is chosen before plan.num_rows is known: group.max_recv_tokens_per_rank always
-    suffices. Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
+    tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64.  topk_weights: [T, K] float32, or None on all
+    ranks.  num_rows: N, which is chosen before plan.num_rows is known; default: R, group.max_recv_tokens_per_rank, which always
+    suffices.  The other options are those of the two.
+    Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
     """
     number, int64_counts = group.number, _is_int64(counts_dtype)
-    _require_usable(group, "topk_idx", topk_idx)
+    if num_rows is None:
+        num_rows = group.max_recv_tokens_per_rank
     _require_usable(group, "tokens", tokens)
+    _require_usable(group, "topk_idx", topk_idx)
     if topk_weights is not None:
         _require_usable(group, "topk_weights", topk_weights)
-    args = number, topk_idx, tokens, topk_weights, alignment, int64_counts, _pads(pads), num_rows
+    args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
     if _records(tokens, topk_weights):
         *made, rows, weights = _PrepareDispatch.apply(*args)
     else:
