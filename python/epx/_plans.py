@@ -5,8 +5,6 @@ import dataclasses
 
 import numpy
 
-from ._values import refuse
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
@@ -62,8 +60,3 @@ def read_only(plan):
         if isinstance(value, numpy.ndarray):
             value.flags.writeable = False
     return plan
-
-
-def require_plan(plan, kind):
-    if not isinstance(plan, kind):
-        refuse(f"plan is {type(plan).__name__}; this call takes {kind.__name__}")

@@ -15,6 +15,17 @@ def refuse(message):
     raise InvalidArgumentError(message, Status.INVALID_ARGUMENT)
 
 
+def name_of(kind):
+    """The public name of a class: epx.torch.Plan, int."""
+    module = kind.__module__.split("._")[0].removesuffix(".group")  # epx.group.Group is epx.Group
+    return kind.__name__ if module == "builtins" else f"{module}.{kind.__name__}"
+
+
+def require_kind(name, value, kind):
+    if not isinstance(value, kind):
+        refuse(f"{name} is {name_of(type(value))}; this call takes {name_of(kind)}")
+
+
 def integer(name, value, kind=ctypes.c_int32):
     """The value as an int, which a field of type `kind` can hold. ctypes would take it modulo 2^32."""
     try:

@@ -7,16 +7,18 @@ rows of the receive arrays, R receive capacity in rows, M rows from each rank in
 
 import ctypes
 import os
+import types
 import weakref
 
 import numpy
 
 from . import _interrupt, _lifetime, _structs
 from ._config import make_config
-from ._plans import Plan, RankMajorPlan, read_only, require_plan
-from ._structs import CombinePrecision, EventKind, Operation, Pads, Status, Transport, known
+from ._group_base import GroupBase
+from ._plans import Plan, RankMajorPlan, read_only
+from ._structs import EventKind, Operation, Pads, Status, Transport, known
 from ._tensors import aligned_bytes, output, tensor, with_sidecar
-from ._values import count, integer, member, refuse
+from ._values import count, integer, member, refuse, require_kind
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
 
@@ -24,7 +26,6 @@ _INDEX_DTYPES = (numpy.dtype(numpy.int32), numpy.dtype(numpy.int64))
 _FLOAT32 = numpy.dtype(numpy.float32)
 _pointer = ctypes.pointer
 _SIZE_OF = {struct: ctypes.sizeof(struct) for struct in _structs.STRUCTS}
-_DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16"}
 
 
 def memory_plan(num_ranks, **config) -> dict[str, int]:
@@ -42,7 +43,7 @@ def _counts_dtype(dtype):
     return dtype
 
 
-class Group:
+class Group(GroupBase):
     """The ranks that share the experts, as one of them sees it.
 
     Created by all ranks of the bootstrap, with the same configuration but for color, key, num_comm_sms and timeout:
@@ -97,8 +98,10 @@ class Group:
         except BaseException:  # the others have the group, and would wait for this rank
             self.abort()
             raise
-        self._info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
-        raise_if_failed(_structs.epx_group_query(value, self._info))
+        info = _structs.GroupInfo(struct_size=_SIZE_OF[_structs.GroupInfo])
+        raise_if_failed(_structs.epx_group_query(value, info))
+        # torch.compile traces reads of a namespace's fields, but not of a ctypes struct's.
+        self._info = types.SimpleNamespace(**{name: getattr(info, name) for name, _ in info._fields_})
         self._layers, self._handle_mem_bytes = {}, {}
         self._max_sidecar_bytes = made.max_sidecar_bytes
 
@@ -124,40 +127,6 @@ class Group:
         """Whether destroy() has been called."""
         return self._destroyed
 
-    group_id = property(lambda self: self._info.group_id, doc="Random, and the same on all ranks.")
-    rank = property(lambda self: self._info.rank, doc="This rank in the group.")
-    num_ranks = property(lambda self: self._info.num_ranks, doc="P.")
-    num_experts = property(lambda self: self._info.num_experts, doc="E.")
-    num_local_experts = property(lambda self: self._info.num_local_experts, doc="E_l.")
-    first_local_expert = property(lambda self: self._info.first_local_expert, doc="Global index of this rank's first expert.")
-    max_recv_tokens_per_rank = property(lambda self: self._info.max_recv_tokens_per_rank, doc="R, in rows.")
-    max_tokens_per_rank = property(lambda self: self._info.max_tokens_per_rank, doc="The largest T.")
-    hidden_dim = property(lambda self: self._info.hidden_dim, doc="The largest H.")
-    max_top_k = property(lambda self: self._info.max_top_k, doc="The largest K.")
-    max_alignment = property(lambda self: self._info.max_alignment, doc="The largest alignment, in rows.")
-    ranks_per_node = property(lambda self: self._info.ranks_per_node, doc="Ranks of each node; rank r is on node r // that.")
-    max_sidecar_bytes = property(lambda self: self._max_sidecar_bytes, doc="The largest sidecar of a token, in bytes.")
-    window_bytes = property(lambda self: self._info.window_bytes, doc="Shared memory that the group holds on this rank.")
-    timeout = property(lambda self: self._info.timeout_ms / 1000, doc="Seconds that one wait for a peer lasts.")
-    max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
-
-    @property
-    def transport(self) -> Transport:
-        """Transport.HOST or Transport.NCCL."""
-        return known(Transport, self._info.transport)
-
-    @property
-    def combine_precision(self) -> CombinePrecision:
-        """CombinePrecision.WIRE, EXACT or NODE."""
-        return known(CombinePrecision, self._info.combine_precision)
-
-    def __repr__(self):
-        state = ", destroyed" if self.is_destroyed else ""
-        return (
-            f"<epx.Group {self.group_id:016x}: rank {self.rank} of {self.num_ranks}, {self.num_experts} experts, "
-            f"transport {self.transport.name.lower()}{state}>"
-        )
-
     def destroy(self) -> None:
         """Frees the group, from any thread; a second time it does nothing. Waits for calls that are under way on the GPU, for up
         to timeout. A call on numpy arrays that another thread is in is ended: it raises GroupError, and peers learn of it. A
@@ -173,23 +142,6 @@ class Group:
         """Ends the group, from any thread: this rank's calls raise GroupError, and peers learn that it aborted. Does not
         wait."""
         raise_if_failed(_structs.epx_group_abort(self.handle))
-
-    def __copy__(self):
-        return self  # so that a copy of what refers to a group refers to the same one
-
-    def __deepcopy__(self, _memo):
-        return self
-
-    def __reduce_ex__(self, _protocol):
-        raise TypeError("a group cannot be pickled, since all of its ranks create it together: create another one")
-
-    def __enter__(self) -> "Group":
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is not None and not self.is_destroyed:
-            self.abort()  # peers would wait for the calls that this rank does not make any more
-        self.destroy()
 
     def check(self) -> None:
         """Raises GroupError when the group has ended, else EventError when calls have seen recoverable errors since the last
@@ -215,13 +167,6 @@ class Group:
             size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
         return size
 
-    def require_layer(self, top_k, alignment=1) -> None:
-        """Refuses the K of a topk_idx, or an alignment, that the group was not created for."""
-        if not 1 <= top_k <= self.max_top_k:
-            refuse(f"topk_idx has K = {top_k}; it must be 1 to {self.max_top_k}, the group's max_top_k")
-        if not 0 <= integer("alignment", alignment) <= self.max_alignment:
-            refuse(f"alignment is {alignment}; it must be 0 to {self.max_alignment}, the group's max_alignment")
-
     def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False) -> Plan:
         """Turns top-k indices into a plan. Collective.
 
@@ -246,7 +191,7 @@ class Group:
         behind plan.num_rows are not written.
         """
         self._require_host()
-        require_plan(plan, Plan)
+        require_kind("plan", plan, Plan)
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
         views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
@@ -291,7 +236,7 @@ class Group:
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self._require_host()
-        require_plan(plan, Plan)
+        require_kind("plan", plan, Plan)
         rows = tensor("expert_out", expert_out, (None, None))
         weights = self._row_weights("recv_weights", recv_weights, expert_out)
         if out is None:
@@ -309,7 +254,7 @@ class Group:
         Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
         """
         self._require_host()
-        require_plan(plan, Plan)
+        require_kind("plan", plan, Plan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         if num_rows is None:
             name, given = ("expert_out", expert_out) if expert_out is not None else ("recv_weights", recv_weights)
@@ -338,7 +283,7 @@ class Group:
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self._require_host()
-        require_plan(plan, Plan)
+        require_kind("plan", plan, Plan)
         grad = tensor("grad_recv", grad_recv, (None, None))
         weights = self._row_weights("grad_recv_weights", grad_recv_weights, grad_recv)
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
@@ -411,7 +356,7 @@ class Group:
         Returns out [T, H]: the sum of a token's rows over the ranks; zero for a token without routes.
         """
         self._require_host()
-        require_plan(plan, RankMajorPlan)
+        require_kind("plan", plan, RankMajorPlan)
         rows = tensor("expert_out", expert_out, (self.num_ranks, plan.max_rows, None))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
@@ -425,7 +370,7 @@ class Group:
         Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token.
         """
         self._require_host()
-        require_plan(plan, RankMajorPlan)
+        require_kind("plan", plan, RankMajorPlan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         grad_expert_out = numpy.zeros((self.num_ranks, plan.max_rows, grad_out.shape[1]), grad_out.dtype)
         self._call("combine_rank_major_bwd", plan, grad, tensor("grad_expert_out", grad_expert_out))
@@ -438,7 +383,7 @@ class Group:
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self._require_host()
-        require_plan(plan, RankMajorPlan)
+        require_kind("plan", plan, RankMajorPlan)
         rows = self.num_ranks, plan.max_rows
         grad = tensor("grad_recv", grad_recv, (*rows, None))
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[2]), grad_recv.dtype)

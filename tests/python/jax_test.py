@@ -609,9 +609,9 @@ class Refusals(unittest.TestCase):
             "whole bytes": lambda: epx.jax.dispatch(plan, tokens, None, token, sidecar=weights.astype(jnp.int4)),
             "num_rows is -1; it must be at least 0": lambda: epx.jax.dispatch(plan, tokens, None, token, num_rows=-1),
             "num_rows is 'all'": lambda: epx.jax.prepare_dispatch(group, tokens, idx, None, token, num_rows="all"),
-            "plan is tuple; this call takes Plan": lambda: epx.jax.dispatch((), tokens, None, token),
-            "plan is Group; this call takes Plan": lambda: epx.jax.dispatch(group, tokens, None, token),
-            "this call takes RankMajorPlan": lambda: epx.jax.combine_rank_major(plan, tokens, token),
+            "plan is tuple; this call takes epx.jax.Plan": lambda: epx.jax.dispatch((), tokens, None, token),
+            "plan is epx.Group; this call takes epx.jax.Plan": lambda: epx.jax.dispatch(group, tokens, None, token),
+            "this call takes epx.jax.RankMajorPlan": lambda: epx.jax.combine_rank_major(plan, tokens, token),
             "alignment is 4294967297; it must fit": lambda: epx.jax.prepare(group, idx, start, alignment=2**32 + 1),
         }
         self.check_refused(refused)
@@ -658,7 +658,7 @@ class Refusals(unittest.TestCase):
             "whole bytes": lambda: dispatch(sidecar=weights.astype(jnp.int4)),
             "max_rows is -1": lambda: dispatch(max_rows=-1),
             "expert_out has shape": lambda: epx.jax.combine_rank_major(plan, tokens, token),
-            "plan is RankMajorPlan; this call takes Plan": lambda: epx.jax.combine(plan, tokens, None, token),
+            "plan is epx.jax.RankMajorPlan; this call takes epx.jax.Plan": lambda: epx.jax.combine(plan, tokens, None, token),
         }
         self.check_refused(refused)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "under vmap"):

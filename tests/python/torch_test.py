@@ -234,6 +234,15 @@ class Exchange(unittest.TestCase):
             for grad, wanted in zip(grads, expected):
                 torch.testing.assert_close(grad.double().cpu(), wanted, rtol=1e-4, atol=1e-4)
 
+    def test_7_group_has_no_calls_on_numpy_arrays(self):
+        calls = {name for name in vars(epx.Group) if name.startswith(("prepare", "dispatch", "combine"))}
+        self.assertIn("dispatch", calls)
+        with make_group() as group:
+            self.assertEqual({name for name in calls if hasattr(group, name)}, set())
+            self.assertNotIsInstance(group, epx.Group)
+            self.assertEqual((group.rank, group.num_ranks, group.num_experts), (RANK, RANKS, EXPERTS))
+            self.assertRegex(repr(group), f"<epx.torch.Group [0-9a-f]{{16}}: rank {RANK} of {RANKS}, .*>")
+
     def test_8_refusals(self):
         with make_group() as group:
             data = Data([4] * RANKS, 2, seed=9)
@@ -266,7 +275,11 @@ class Exchange(unittest.TestCase):
                 "top_k is 4294967298; it must fit in 32 bits": lambda: combine(
                     dataclasses.replace(plan, top_k=2**32 + 2), rows
                 ),
-                "plan is Tensor; this call takes Plan": lambda: combine(plan.handle_mem, rows),
+                "plan is torch.Tensor; this call takes epx.torch.Plan": lambda: combine(plan.handle_mem, rows),
+                "group is epx.torch.Plan; this call takes epx.torch.Group": lambda: prepare(plan, idx),
+                "ffn is str; this call takes epx.moe.Ffn": lambda: epx.torch.MoELayer(
+                    group, router=epx.moe.Router(top_k=1), ffn="relu2"
+                ),
             }.items():
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
                     call()

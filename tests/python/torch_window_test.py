@@ -88,7 +88,7 @@ class Window(unittest.TestCase):
 
     def test_4_empty_and_free(self):
         with make_group() as group, make_group() as another:
-            other = epx.torch.empty(group, 4, HIDDEN, dtype=torch.bfloat16)
+            other = group.empty(4, HIDDEN, dtype=torch.bfloat16)
             other.fill_(3)
             part = other[1:]
             with self.assertRaisesRegex(epx.InvalidArgumentError, "has views"):

@@ -7,7 +7,7 @@ import jax
 import numpy
 
 from .. import bootstrap
-from .._values import refuse
+from .._values import refuse, require_kind
 from ..group import Group
 from ._cuda import current
 
@@ -51,8 +51,9 @@ def make_group(mesh, axis, *, name=None, **config) -> Group:
 
 
 def require_usable(group):
-    """Refuses calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal
+    """Refuses what is no epx.Group, and calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal
     shards of experts."""
+    require_kind("group", group, Group)
     group.require_process()
     _require_one_device()
     mesh = jax.sharding.get_abstract_mesh()

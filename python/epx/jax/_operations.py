@@ -12,9 +12,8 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy
 
-from .._plans import require_plan
 from .._structs import CombinePrecision
-from .._values import count, refuse
+from .._values import count, refuse, require_kind
 from ._ffi import call, number_of
 from ._groups import require_usable
 
@@ -31,7 +30,7 @@ def _reference(group):
 
 def _group_of(plan, kind):
     """The group that calls with this plan are made in."""
-    require_plan(plan, kind)
+    require_kind("plan", plan, kind)
     group = plan.group
     require_usable(group)
     return group

@@ -6,11 +6,11 @@ import contextlib
 import datetime
 import itertools
 import math
-import types
 
 import torch
 
 from .. import _interrupt, _structs, bootstrap
+from .._group_base import GroupBase
 from .._structs import Status, Transport
 from .._values import member, refuse
 from ..bootstrap import Bootstrap
@@ -69,12 +69,11 @@ def _find_device(device, transport):
     refuse(f"device is {device} and transport {transport.name.lower()!r}: cpu has transport 'host', and cuda has 'nccl'")
 
 
-class Group(_Group):
-    """A group whose operations take tensors of PyTorch: on the CPU with the host transport, on this rank's GPU with NCCL's.
+class Group(GroupBase):
+    """A group whose calls take tensors of PyTorch: on the CPU with the host transport, on this rank's GPU with NCCL's.
 
     where: a process group of torch.distributed (None: the default one), or an epx.bootstrap.Bootstrap. device: the GPU, by
-    default the current one, or "cpu" for the host transport. What else it is created for is told at epx.Group, whose methods on
-    numpy arrays it has too.
+    default the current one, or "cpu" for the host transport. config: that of epx.Group, which this group has one of.
     """
 
     def __init__(self, where=None, *, device=None, **config):
@@ -82,23 +81,48 @@ class Group(_Group):
         on_gpu = index >= 0
         with torch.cuda.device(index) if on_gpu else contextlib.nullcontext():
             if isinstance(where, Bootstrap):
-                super().__init__(where, **config)
+                self._group = _Group(where, **config)
             else:
                 with from_process_group(where) as made:
-                    super().__init__(made, **config)
-        # torch.compile traces reads of the properties, but not those of a ctypes struct.
-        self._info = types.SimpleNamespace(**{name: getattr(self._info, name) for name, _ in self._info._fields_})
+                    self._group = _Group(made, **config)
+        self._info, self._max_sidecar_bytes = self._group._info, self._group.max_sidecar_bytes
         is_cuda = self.transport == Transport.NCCL
         self.device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
         number = lib.epx_torch_register_group(self.handle, index if is_cuda else -1)
         if number == 0:
             refuse(last_sentence())
         self.number = number  # in torch.ops.epx
-        self.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
+        self._group.add_user(lambda: lib.epx_torch_retire_group(number) == 1)
         groups[number] = self
         self._windows = set()  # addresses of empty()
         self.max_call_tokens = config.get("fixed_rail_tokens", 0) or self.max_tokens_per_rank  # that any node takes
         self.mean_routes = None  # of _means, when a layer needs them
+
+    @property
+    def handle(self) -> int:
+        """The epx_group, as an integer."""
+        return self._group.handle
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether destroy() has been called."""
+        return self._group.is_destroyed
+
+    def destroy(self) -> None:
+        """Frees the group, as epx.Group.destroy() does."""
+        self._group.destroy()
+
+    def abort(self) -> None:
+        """Ends the group, as epx.Group.abort() does."""
+        self._group.abort()
+
+    def check(self) -> None:
+        """Raises GroupError or EventError, as epx.Group.check() does."""
+        self._group.check()
+
+    def handle_mem_size(self, top_k: int, alignment: int = 1) -> int:
+        """Bytes of the handle memory of such a layer."""
+        return self._group.handle_mem_size(top_k, alignment)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks
@@ -138,11 +162,6 @@ _mem_alloc = _structs._declare(
 _mem_free = _structs._declare(_structs.libepx, "epx_mem_free", _structs.c_int32, _structs.GROUP, _structs.c_void_p)
 
 
-def empty(group: Group, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Group.empty()."""
-    return group.empty(*sizes, dtype=dtype)
-
-
 def _failure_of(group, status, sentence):
     """The package's exception for this status. `sentence` is that of a group which is there no more."""
     try:
@@ -174,4 +193,4 @@ def call(number, op, *args):
     return result
 
 
-__all__ = ["Group", "OutOfMemoryError", "empty", "from_process_group"]
+__all__ = ["Group", "OutOfMemoryError", "from_process_group"]

@@ -14,7 +14,7 @@ from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
 from .._structs import Status
 from .._tensors import CODES
-from .._values import member, refuse, set_fields
+from .._values import member, refuse, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
 from ._derivatives import differentiable_once
@@ -105,8 +105,9 @@ class _BlockConfig:
     """An epx_moe_block_config, with what it points to."""
 
     def __init__(self, group, router, ffn, dtype, weighting, alignment, recompute):
-        if not isinstance(router, Router) or not isinstance(ffn, Ffn):
-            refuse("router must be an epx.moe.Router and ffn an epx.moe.Ffn")
+        require_kind("group", group, Group)
+        require_kind("router", router, Router)
+        require_kind("ffn", ffn, Ffn)
         if dtype not in _DTYPES:
             refuse(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
         self._router, self._ffn = router.to_c(group.num_experts), ffn.to_c()

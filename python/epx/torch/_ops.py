@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .._structs import Pads
-from .._values import refuse
+from .._values import refuse, require_kind
 from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import groups, new_tensor, ops
@@ -233,11 +233,6 @@ def _records(*tensors):
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
-def _require_plan(plan, kind):
-    if not isinstance(plan, kind):
-        refuse(f"plan is {type(plan).__name__}; this call takes {kind.__name__}")
-
-
 def _require_usable(group, name, tensor):
     """Refuses a tensor of other strides, which the operators copy since torch.compile needs that, and one without memory, for
     which PyTorch would call the fake kernels."""
@@ -275,6 +270,7 @@ def prepare(group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
     counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
     """
+    require_kind("group", group, Group)
     number = group.number
     _require_usable(group, "topk_idx", topk_idx)
     _refuse_transforms(topk_idx)
@@ -301,6 +297,7 @@ def prepare_dispatch(
     suffices.  The other options are those of the two.
     Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
     """
+    require_kind("group", group, Group)
     number, int64_counts = group.number, _is_int64(counts_dtype)
     if num_rows is None:
         num_rows = group.max_recv_tokens_per_rank
@@ -337,7 +334,7 @@ def dispatch(
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so
     do those of the gradient that combine's backward returns, whose pads are zero.
     """
-    _require_plan(plan, Plan)
+    require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
     _require_usable(group, "tokens", tokens)
@@ -370,7 +367,7 @@ def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | N
     expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
-    _require_plan(plan, Plan)
+    require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     _require_usable(group, "expert_out", expert_out)
     if recv_weights is not None:

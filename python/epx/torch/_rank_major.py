@@ -9,11 +9,11 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
-from .._values import refuse
+from .._values import refuse, require_kind
 from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import groups, new_tensor, ops
-from ._ops import _records, _refuse_transforms, _require_plan, _require_usable, _require_writable
+from ._ops import _records, _refuse_transforms, _require_usable, _require_writable
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
 _dispatch_into = ops.dispatch_rank_major_into.default
@@ -164,6 +164,7 @@ def dispatch_rank_major(
     of recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that
     combine_rank_major's backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
     """
+    require_kind("group", group, Group)
     number = group.number
     _require_usable(group, "tokens", tokens)
     _require_usable(group, "topk_idx", topk_idx)
@@ -196,7 +197,7 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
 
     expert_out: [P, M, H].  Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
-    _require_plan(plan, RankMajorPlan)
+    require_kind("plan", plan, RankMajorPlan)
     group, number = plan.group, plan.group.number
     _require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
