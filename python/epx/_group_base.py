@@ -45,6 +45,11 @@ class GroupBase:
         if not 0 <= integer("alignment", alignment) <= self.max_alignment:
             refuse(f"alignment is {alignment}; it must be 0 to {self.max_alignment}, the group's max_alignment")
 
+    def require_host(self) -> None:
+        """Refuses a group that moves memory of GPUs."""
+        if self._info.transport != Transport.HOST:
+            refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
+
     def __repr__(self):
         state = ", destroyed" if self.is_destroyed else ""
         return (

@@ -4,7 +4,7 @@
 import numpy
 
 from ._structs import Tensor
-from ._values import refuse
+from ._values import refuse, refuse_dtype, refuse_strides, require_kind, require_shape, require_sidecar
 
 CODES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "float64": 6, "uint8": 7}
 _CODE_OF_DTYPE = {numpy.dtype(name): code for name, code in CODES.items() if name != "bfloat16"}
@@ -23,36 +23,38 @@ def dtype_code(dtype):
     return code
 
 
+def require_contiguous(name, array):
+    require_kind(name, array, numpy.ndarray)
+    if not array.flags.c_contiguous:
+        refuse_strides(name, [stride // max(array.itemsize, 1) for stride in array.strides], array.shape)
+
+
 def tensor(name, array, shape=None, dtypes=None):
     """A view of a contiguous numpy array. `shape` may have None where any size will do; `dtypes` are those that will do."""
-    if not isinstance(array, numpy.ndarray):
-        refuse(f"{name} is {type(array).__name__}, not a numpy array")
-    if not array.flags.c_contiguous:
-        refuse(f"{name} has strides {array.strides} at shape {array.shape}: it must be contiguous in row-major order")
+    require_contiguous(name, array)
     sizes = array.shape
-    if shape is not None and (len(sizes) != len(shape) or any(s is not None and s != n for s, n in zip(shape, sizes))):
-        wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        refuse(f"{name} has shape {sizes}; it must be [{wanted}]")
+    if shape is not None:
+        require_shape(name, sizes, shape)
     if not 1 <= len(sizes) <= 4:
         refuse(f"{name} has {len(sizes)} dimensions; a tensor has 1 to 4")
     if dtypes is not None and array.dtype not in dtypes:
-        refuse(f"{name} is {array.dtype}; it must be {' or '.join(str(dtype) for dtype in dtypes)}")
+        refuse_dtype(name, array.dtype, dtypes)
     return Tensor(array.ctypes.data, dtype_code(array.dtype), len(sizes), sizes)
 
 
-def with_sidecar(view, name, rows, sidecar):
-    """Gives the view of `rows` the sidecar: as many bytes for each row, [..., S] of any dtype; None for none."""
+def with_sidecar(view, sidecar, max_bytes):
+    """Gives the view of tokens [T, H] the sidecar [T, S] of any dtype; None for none. max_bytes: of a row, those of the group."""
     if sidecar is None:
         return view
-    if not isinstance(sidecar, numpy.ndarray):
-        refuse(f"{name} is {type(sidecar).__name__}, not a numpy array")
-    if not sidecar.flags.c_contiguous:
-        refuse(f"{name} has strides {sidecar.strides} at shape {sidecar.shape}: it must be contiguous in row-major order")
+    require_contiguous("sidecar", sidecar)
     if sidecar.dtype.hasobject:
-        refuse(f"{name} has dtype {sidecar.dtype}, whose elements are references to Python objects")
-    if sidecar.ndim != rows.ndim or sidecar.shape[:-1] != rows.shape[:-1] or sidecar.shape[-1] == 0:
-        wanted = ", ".join(str(size) for size in rows.shape[:-1])
-        refuse(f"{name} has shape {sidecar.shape}; it must be [{wanted}, S] with S >= 1, a row for each row of {rows.shape}")
+        refuse(f"sidecar has dtype {sidecar.dtype}, whose elements are references to Python objects")
+    require_sidecar(sidecar.shape, sidecar.dtype, 8 * sidecar.itemsize, view.sizes[0], max_bytes)
+    return attach(view, sidecar)
+
+
+def attach(view, sidecar):
+    """Gives a view a sidecar that has a row for each of its rows."""
     view.sidecar = sidecar.ctypes.data
     view.sidecar_row_bytes = sidecar.shape[-1] * sidecar.itemsize
     return view

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller gives for the fields of C: refused with a sentence where ctypes would cut it or raise its own error."""
+"""The sentences that refuse what a caller gives: one for each mistake, on numpy arrays, in JAX and in PyTorch. The operators of
+torch_ops have the same ones. Fields of C are checked where ctypes would cut a value or raise its own error."""
 
 import ctypes
 import math
@@ -18,12 +19,56 @@ def refuse(message):
 def name_of(kind):
     """The public name of a class: epx.torch.Plan, int."""
     module = kind.__module__.split("._")[0].removesuffix(".group")  # epx.group.Group is epx.Group
-    return kind.__name__ if module == "builtins" else f"{module}.{kind.__name__}"
+    name = kind.__name__.rsplit(".")[-1]  # JAX gives its Array the name jaxlib._jax.Array
+    return name if module == "builtins" else f"{module}.{name}"
 
 
 def require_kind(name, value, kind):
     if not isinstance(value, kind):
-        refuse(f"{name} is {name_of(type(value))}; this call takes {name_of(kind)}")
+        refuse_kind(name, value, kind)
+
+
+def refuse_kind(name, value, kind):
+    refuse(f"{name} is {name_of(type(value))}; this call takes {name_of(kind)}")
+
+
+def refuse_choice(name, value, choices):
+    refuse(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def refuse_dtype(name, dtype, dtypes):
+    refuse(f"{name} is {dtype}; it must be {' or '.join(map(str, dtypes))}")
+
+
+def refuse_destroyed(what):
+    refuse(f"the {what} has been destroyed")
+
+
+def refuse_strides(name, strides, sizes):
+    refuse(f"{name} has strides {list(strides)} at shape {list(sizes)}: it must be contiguous in row-major order")
+
+
+def require_shape(name, sizes, shape):
+    """Refuses sizes other than those of `shape`, which has None where any size will do."""
+    if len(sizes) != len(shape) or any(want is not None and want != size for want, size in zip(shape, sizes)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        refuse(f"{name} has shape {list(sizes)}; it must be [{wanted}]")
+
+
+def require_sidecar(sizes, dtype, bits, num_tokens, max_bytes):
+    """Refuses a sidecar that is not [T, S] of whole bytes, with 1 to `max_bytes` in a row. bits: those of an element."""
+    require_shape("sidecar", sizes, (num_tokens, None))
+    if sizes[1] == 0 or bits % 8:
+        refuse(f"sidecar is {dtype} of shape {list(sizes)}; it must have whole bytes, at least one in each row")
+    row_bytes = sizes[1] * bits // 8
+    if row_bytes > max_bytes:
+        refuse(f"sidecar has {row_bytes} bytes in each row; the group's max_sidecar_bytes is {max_bytes}")
+
+
+def require_one_size(name, size, recv_tokens, symbol):
+    """Refuses a number of rows beside rows that have one."""
+    if size is not None and recv_tokens is not None:
+        refuse(f"{name} and recv_tokens are given; recv_tokens alone says what {symbol} is")
 
 
 def integer(name, value, kind=ctypes.c_int32):
@@ -58,8 +103,7 @@ def member(enumeration, value, name):
     try:
         return enumeration[value.upper()] if isinstance(value, str) else enumeration(value)
     except (KeyError, ValueError):
-        names = ", ".join(repr(each.name.lower()) for each in enumeration)
-        refuse(f"{name} is {value!r}; it must be one of {names}")
+        refuse_choice(name, value, [each.name.lower() for each in enumeration])
 
 
 def set_fields(struct, **values):

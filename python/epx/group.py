@@ -16,9 +16,9 @@ from . import _interrupt, _lifetime, _structs
 from ._config import make_config
 from ._group_base import GroupBase
 from ._plans import Plan, RankMajorPlan, read_only
-from ._structs import EventKind, Operation, Pads, Status, Transport, known
-from ._tensors import aligned_bytes, output, tensor, with_sidecar
-from ._values import count, integer, member, refuse, require_kind
+from ._structs import EventKind, Operation, Pads, Status, known
+from ._tensors import aligned_bytes, attach, output, tensor, with_sidecar
+from ._values import count, integer, member, refuse, refuse_destroyed, refuse_dtype, require_kind, require_one_size
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
 
@@ -39,7 +39,7 @@ def memory_plan(num_ranks, **config) -> dict[str, int]:
 def _counts_dtype(dtype):
     dtype = numpy.dtype(dtype)
     if dtype.isnative and dtype not in _INDEX_DTYPES:  # tensor() refuses another byte order
-        refuse(f"counts_dtype is {dtype}; it must be int32 or int64")
+        refuse_dtype("counts_dtype", dtype, _INDEX_DTYPES)
     return dtype
 
 
@@ -109,7 +109,7 @@ class Group(GroupBase):
     def handle(self) -> int:
         """The epx_group, as an integer."""
         if self._destroyed:
-            refuse("the group has been destroyed")
+            refuse_destroyed("group")
         return self._handle.value
 
     def require_process(self) -> None:
@@ -174,7 +174,7 @@ class Group(GroupBase):
         alignment: rows that zones are padded to.  counts_dtype: int32 or int64, of counts, offsets and global_counts.
         Returns a Plan.
         """
-        self._require_host()
+        self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
         self._call("prepare", plan, indices, *outputs)
@@ -190,7 +190,7 @@ class Group(GroupBase):
         Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a third array, [N, S] of its dtype. Rows
         behind plan.num_rows are not written.
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, Plan)
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
@@ -218,7 +218,7 @@ class Group(GroupBase):
         Arguments are those of the two. num_rows: N; default: R while the call is made, of which the rows in use are returned.
         Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a fourth array.
         """
-        self._require_host()
+        self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
         is_sized = num_rows is not None or recv_tokens is not None
@@ -235,7 +235,7 @@ class Group(GroupBase):
         expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.  out: [T, H] to be written.
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, Plan)
         rows = tensor("expert_out", expert_out, (None, None))
         weights = self._row_weights("recv_weights", recv_weights, expert_out)
@@ -253,7 +253,7 @@ class Group(GroupBase):
         recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights, else plan.num_rows.
         Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, Plan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         if num_rows is None:
@@ -282,7 +282,7 @@ class Group(GroupBase):
         grad_recv: [N, H].  grad_recv_weights: [N] float32, or None on all ranks.
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, Plan)
         grad = tensor("grad_recv", grad_recv, (None, None))
         weights = self._row_weights("grad_recv_weights", grad_recv_weights, grad_recv)
@@ -310,11 +310,11 @@ class Group(GroupBase):
         Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar a fourth array,
         [P, M, S] of its dtype. Rows that hold no token, recv_tokens[r, plan.counts[r]:], are zero.
         """
-        self._require_host()
+        self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         num_tokens, top_k = topk_idx.shape
         self.require_layer(top_k)
-        sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), "sidecar", tokens, sidecar)
+        sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), sidecar, self.max_sidecar_bytes)
         max_rows = self.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
         rows = self.num_ranks, max_rows
         plan = RankMajorPlan(
@@ -330,7 +330,7 @@ class Group(GroupBase):
         recv_sidecar = None
         if sidecar is not None:
             recv_sidecar = numpy.zeros((*rows, sidecar.shape[1]), sidecar.dtype)
-            with_sidecar(received, "recv_sidecar", recv_tokens, recv_sidecar)
+            attach(received, recv_sidecar)
         weights = recv_weights = None
         if topk_weights is not None:
             weights = self._topk_weights(plan, topk_weights)
@@ -355,7 +355,7 @@ class Group(GroupBase):
         expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  out: [T, H] to be written.
         Returns out [T, H]: the sum of a token's rows over the ranks; zero for a token without routes.
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, RankMajorPlan)
         rows = tensor("expert_out", expert_out, (self.num_ranks, plan.max_rows, None))
         if out is None:
@@ -369,7 +369,7 @@ class Group(GroupBase):
         grad_out: [T, H].
         Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token.
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, RankMajorPlan)
         grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         grad_expert_out = numpy.zeros((self.num_ranks, plan.max_rows, grad_out.shape[1]), grad_out.dtype)
@@ -382,7 +382,7 @@ class Group(GroupBase):
         grad_recv: [P, M, H], for each row the sum over its routes.  grad_recv_weights: [P, M, K] float32, or None on all ranks.
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
-        self._require_host()
+        self.require_host()
         require_kind("plan", plan, RankMajorPlan)
         rows = self.num_ranks, plan.max_rows
         grad = tensor("grad_recv", grad_recv, (*rows, None))
@@ -423,7 +423,8 @@ class Group(GroupBase):
 
     def _dispatch_tensors(self, plan, tokens, topk_weights, num_rows, recv_tokens, sidecar):
         """The tensors of epx_dispatch_args, and the arrays that dispatch() returns. num_rows is for a recv_tokens of None."""
-        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), "sidecar", tokens, sidecar)
+        require_one_size("num_rows", num_rows, recv_tokens, "N")
+        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), sidecar, self.max_sidecar_bytes)
         if recv_tokens is None:
             recv_tokens = numpy.empty((count("num_rows", num_rows), tokens.shape[1]), tokens.dtype)
         rows = output("recv_tokens", recv_tokens)
@@ -435,7 +436,7 @@ class Group(GroupBase):
             recv_weights = tensor("recv_weights", received[1])
         if sidecar is not None:
             received.append(numpy.empty((len(recv_tokens), sidecar.shape[1]), sidecar.dtype))
-            with_sidecar(rows, "recv_sidecar", recv_tokens, received[2])
+            attach(rows, received[2])
         return (sent, weights, rows, recv_weights), tuple(received)
 
     @staticmethod
@@ -452,10 +453,6 @@ class Group(GroupBase):
             layer = _structs.Layer(integer("top_k", top_k), integer("alignment", alignment))
             self._layers[top_k, alignment] = layer
         return layer
-
-    def _require_host(self):
-        if self._info.transport != Transport.HOST:
-            refuse(f"{self!r} moves memory of GPUs: numpy arrays need a group with transport 'host'")
 
     def _call(self, name, plan, *tensors, more=()):
         handle = self.handle

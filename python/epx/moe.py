@@ -12,9 +12,8 @@ import numpy
 from . import _moe_structs
 from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
 from ._moe_structs import PARAMS, Activation, Score, Weighting
-from ._structs import Transport
 from ._tensors import dtype_code, output, tensor
-from ._values import integer, member, refuse, set_fields
+from ._values import integer, member, refuse, refuse_destroyed, set_fields
 from .errors import raise_call_failed, raise_if_failed
 
 _NUM_FLIGHT_INFO = 3
@@ -122,8 +121,8 @@ class Block(Unique):
         max_tokens_per_rank=0,
         recompute=False,
     ):
-        if group is not None and group.transport != Transport.HOST:
-            refuse(f"{group!r} moves memory of GPUs: a block on numpy arrays needs a group with transport 'host'")
+        if group is not None:
+            group.require_host()
         if (group is None) == (num_experts is None):
             refuse("num_experts is given iff the block has no group")
         self._group = group
@@ -244,7 +243,7 @@ class Block(Unique):
 
     def _handle(self):
         if self._memory.value is None:
-            refuse("the block has been destroyed")
+            refuse_destroyed("block")
         self._group_handle()
         return self._memory.value
 

@@ -279,7 +279,7 @@ class Layer(unittest.TestCase):
             for words, sidecar in {
                 "sidecar has shape": sidecars[RANK][:5],
                 "strides": numpy.zeros((3, 6), numpy.float32).T,
-                "not a numpy array": [1],
+                "sidecar is list; this call takes numpy.ndarray": [1],
                 "max_sidecar_bytes": numpy.zeros((6, 13), numpy.uint8),
             }.items():
                 with self.assertRaisesRegex(epx.InvalidArgumentError, words):
@@ -321,7 +321,7 @@ class Layer(unittest.TestCase):
                 "tokens has strides": lambda: group.dispatch(plan, numpy.zeros((HIDDEN, 4), numpy.float32).T),
                 "float64": lambda: group.dispatch(plan, x.astype(float)),
                 "complex128": lambda: group.dispatch(plan, x.astype(complex)),
-                "not a numpy array": lambda: group.dispatch(plan, x.tolist()),
+                "tokens is list; this call takes numpy.ndarray": lambda: group.dispatch(plan, x.tolist()),
                 "topk_weights is float64": lambda: group.dispatch(plan, x, w.astype(float)),
                 "topk_idx is float32": lambda: group.prepare(x),
                 "topk_idx has shape": lambda: group.prepare(idx[RANK][0]),
@@ -343,11 +343,12 @@ class Layer(unittest.TestCase):
                 "plan is list; this call takes epx.Plan": lambda: group.dispatch([], x),
                 "plan is epx.RankMajorPlan; this call takes epx.Plan": lambda: group.combine(by_rank, x),
                 "plan is epx.Plan; this call takes epx.RankMajorPlan": lambda: group.combine_rank_major(plan, x),
-                "expert_out is int, not a numpy array": lambda: group.combine_bwd(plan, x, 3),
+                "expert_out is int; this call takes numpy.ndarray": lambda: group.combine_bwd(plan, x, 3),
                 "num_rows is -1; it must be at least 0": lambda: group.dispatch(plan, x, num_rows=-1),
                 "num_rows is 2.5; it must be an integer": lambda: group.combine_bwd(plan, x, num_rows=2.5),
                 "alignment is 4294967297; it must fit in 32 bits": lambda: group.prepare(idx[RANK], alignment=2**32 + 1),
                 "max_rows is 'all'": lambda: group.dispatch_rank_major(x, idx[RANK], max_rows="all"),
+                "num_rows and recv_tokens are given": lambda: group.dispatch(plan, x, num_rows=4, recv_tokens=x),
                 "recv_tokens is read-only": lambda: group.dispatch(plan, x, recv_tokens=numpy.broadcast_to(x, x.shape)),
             }.items():
                 with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:

@@ -3,6 +3,8 @@
 many forwards in flight, refusals and failures. On GPUs with EPX_TEST_DEVICE=cuda, see ranks.py."""
 
 import dataclasses
+import functools
+import types
 import unittest
 
 import ranks
@@ -19,6 +21,7 @@ from torch_model import (
     RANK,
     RANKS,
     Data,
+    config,
     count_calls,
     dense,
     gradients,
@@ -260,13 +263,14 @@ class Exchange(unittest.TestCase):
                     group, idx, counts_dtype=torch.int16
                 ),
                 "tokens is float64": lambda: dispatch(plan, tokens.double()),
-                "tokens is list, not a tensor": lambda: dispatch(plan, [1.0]),
+                "tokens is list; this call takes torch.Tensor": lambda: dispatch(plan, [1.0]),
                 "tokens has shape": lambda: dispatch(plan, tokens[0]),
                 "tokens has strides": lambda: dispatch(plan, tokens.t().contiguous().t()),
                 "topk_weights is float16": lambda: dispatch(plan, tokens, weights.half()),
                 "topk_weights has shape": lambda: dispatch(plan, tokens, weights[:, :1].contiguous()),
                 "pads is 'none'": lambda: dispatch(plan, tokens, pads="none"),
                 "num_rows is -3": lambda: dispatch(plan, tokens, num_rows=-3),
+                "num_rows and recv_tokens are given": lambda: dispatch(plan, tokens, num_rows=len(rows), recv_tokens=rows),
                 "recv_tokens is bfloat16": lambda: dispatch(plan, tokens, recv_tokens=rows.bfloat16()),
                 "recv_weights has shape": lambda: combine(plan, rows, row_weights[1:].contiguous()),
                 "expert_out is int32": lambda: combine(plan, rows.int()),
@@ -300,6 +304,46 @@ class Exchange(unittest.TestCase):
             out, _ = dispatch(prepare(group, idx), leaf)
         with self.assertRaisesRegex(epx.InvalidArgumentError, "destroyed"):
             out.sum().backward()
+
+    def test_8_refusals_are_those_of_numpy(self):
+        """One mistake has one sentence, whether Python finds it on numpy arrays, in PyTorch, or an operator does."""
+        idx, tokens, weights = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, HIDDEN), torch.zeros(4, 2)
+        rows = torch.zeros(8, HIDDEN)
+        mistakes = {
+            "shape": lambda calls, array: calls.prepare(array(idx[0])),
+            "index dtype": lambda calls, array: calls.prepare(array(weights)),
+            "strides": lambda calls, array: calls.prepare(array(idx.t())),
+            "top_k": lambda calls, array: calls.prepare(array(idx.repeat(1, 9))),
+            "alignment": lambda calls, array: calls.prepare(array(idx), alignment=10_000),
+            "weights' shape": lambda calls, array: calls.dispatch(array(tokens), array(weights[:3])),
+            "weights' dtype": lambda calls, array: calls.dispatch(array(tokens), array(weights.double())),
+            "num_rows": lambda calls, array: calls.dispatch(array(tokens), num_rows=-3),
+            "two sizes": lambda calls, array: calls.dispatch(array(tokens), num_rows=8, recv_tokens=array(rows)),
+            "pads": lambda calls, array: calls.dispatch(array(tokens), pads="none"),
+            "max_rows": lambda calls, array: calls.dispatch_rank_major(array(tokens), array(idx), max_rows=-1),
+        }
+
+        def sentence(mistake, calls, array):
+            with self.assertRaises(epx.InvalidArgumentError) as caught:
+                mistake(calls, array)
+            return str(caught.exception)
+
+        local = epx.Group(epx.bootstrap.local(), **config(transport="host"))
+        with make_group() as group, local:
+            of_torch = types.SimpleNamespace(
+                prepare=functools.partial(epx.torch.prepare, group),
+                dispatch=functools.partial(epx.torch.dispatch, epx.torch.prepare(group, on_device(idx))),
+                dispatch_rank_major=functools.partial(epx.torch.dispatch_rank_major, group),
+            )
+            of_numpy = types.SimpleNamespace(
+                prepare=local.prepare,
+                dispatch=functools.partial(local.dispatch, local.prepare(idx.numpy())),
+                dispatch_rank_major=local.dispatch_rank_major,
+            )
+            for name, mistake in mistakes.items():
+                with self.subTest(name):
+                    wanted = sentence(mistake, of_numpy, lambda tensor: tensor.numpy())
+                    self.assertEqual(sentence(mistake, of_torch, on_device), wanted)
 
     def test_9_operators_take_padded_rows(self):
         """Inductor pads rows; in eager mode the package's functions refuse what the operators then copy."""
@@ -629,7 +673,7 @@ class Layers(unittest.TestCase):
                 layer(tokens).sum().backward()
             self.assertEqual((dict(calls), layer.gate_weight.grad), ({"block_fwd": 1, "block_bwd": 1}, None))
             layer.destroy()
-            with self.assertRaisesRegex(epx.InvalidArgumentError, "reduce_gradients is 'sum'; it must be 'mean' or 'none'"):
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "reduce_gradients is 'sum'; it must be one of 'mean', 'none'"):
                 self.make_layer(group, reduce_gradients="sum")
         if RANKS > 1:
             with make_group(max_recv_tokens_per_rank=RANKS - 1, max_alignment=1) as group:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy
 
 from .._structs import CombinePrecision
-from .._values import count, refuse, require_kind
+from .._values import count, refuse, refuse_destroyed, refuse_dtype, refuse_kind, require_kind, require_shape, require_sidecar
 from ._ffi import call, number_of
 from ._groups import require_usable
 
@@ -42,7 +42,7 @@ class _HasGroup:
         """The epx.Group that made the plan. A plan does not keep it alive."""
         group = self.group_reference()
         if group is None:
-            refuse("the group has been destroyed")
+            refuse_destroyed("group")
         return group
 
 
@@ -165,14 +165,11 @@ def _rows_of_ranks(rows, counts, fill=0):
 
 def _require_array(name, array, shape, dtypes):
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        refuse(f"{name} is {type(array).__name__}, not an array")
-    if len(array.shape) != len(shape) or any(want is not None and want != size for want, size in zip(shape, array.shape)):
-        refuse(
-            f"{name} has shape {tuple(array.shape)}; it must be "
-            f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
-        )
-    if jnp.dtype(array.dtype) not in [jnp.dtype(dtype) for dtype in dtypes]:
-        refuse(f"{name} is {array.dtype}; it must be {' or '.join(str(jnp.dtype(dtype)) for dtype in dtypes)}")
+        refuse_kind(name, array, jax.Array)
+    require_shape(name, array.shape, shape)
+    dtypes = [jnp.dtype(dtype) for dtype in dtypes]
+    if jnp.dtype(array.dtype) not in dtypes:
+        refuse_dtype(name, array.dtype, dtypes)
 
 
 def _require_token(token):
@@ -199,12 +196,10 @@ def _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar):
         _require_array("topk_weights", topk_weights, (num_tokens, top_k), (jnp.float32,))
         operands.append(topk_weights)
     if sidecar is not None:
-        _require_array("sidecar", sidecar, (num_tokens, None), (getattr(sidecar, "dtype", jnp.uint8),))
-        bits = sidecar.shape[1] * jax.dtypes.itemsize_bits(sidecar.dtype)
-        if sidecar.shape[1] == 0 or jax.dtypes.itemsize_bits(sidecar.dtype) % 8:
-            refuse(f"sidecar is {sidecar.dtype} of shape {sidecar.shape}; it must have whole bytes, at least one in each row")
-        if bits // 8 > group.max_sidecar_bytes:
-            refuse(f"sidecar has {bits // 8} bytes in each row; the group's max_sidecar_bytes is {group.max_sidecar_bytes}")
+        if not hasattr(sidecar, "shape") or not hasattr(sidecar, "dtype"):
+            refuse_kind("sidecar", sidecar, jax.Array)
+        bits = jax.dtypes.itemsize_bits(sidecar.dtype)
+        require_sidecar(sidecar.shape, sidecar.dtype, bits, num_tokens, group.max_sidecar_bytes)
         operands.append(sidecar)
     return operands, {"has_sidecar": int(sidecar is not None)}
 

@@ -14,7 +14,7 @@ from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
 from .._structs import Status
 from .._tensors import CODES
-from .._values import member, refuse, require_kind, set_fields
+from .._values import member, refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
 from ._derivatives import differentiable_once
@@ -109,7 +109,7 @@ class _BlockConfig:
         require_kind("router", router, Router)
         require_kind("ffn", ffn, Ffn)
         if dtype not in _DTYPES:
-            refuse(f"dtype is {dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+            refuse_dtype("dtype", dtype, _DTYPES)
         self._router, self._ffn = router.to_c(group.num_experts), ffn.to_c()
         self.struct = _moe_structs.BlockConfig()
         raise_if_failed(_moe_structs.epx_moe_block_config_init(self.struct, ctypes.sizeof(self.struct)))
@@ -189,7 +189,7 @@ class Arena:
     def handle(self) -> int:
         """The epx_moe_arena, as an integer."""
         if self._memory.value is None:
-            refuse("the arena has been destroyed")
+            refuse_destroyed("arena")
         return self._memory.value
 
     def info(self) -> dict[str, int]:
@@ -267,7 +267,7 @@ class MoELayer(torch.nn.Module):
     ):
         super().__init__()
         if reduce_gradients not in ("mean", "none"):
-            refuse(f"reduce_gradients is {reduce_gradients!r}; it must be 'mean' or 'none'")
+            refuse_choice("reduce_gradients", reduce_gradients, ("mean", "none"))
         self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
         self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
@@ -360,7 +360,7 @@ class MoELayer(torch.nn.Module):
             flat = flat.to(self.first_weight.dtype)
         if token_mask is not None:
             if token_mask.dtype not in (torch.bool, torch.uint8):
-                refuse(f"token_mask is {token_mask.dtype}; it must be torch.bool or torch.uint8")
+                refuse_dtype("token_mask", token_mask.dtype, (torch.bool, torch.uint8))
             token_mask = token_mask.reshape(-1).view(torch.uint8)
         params = self.first_weight, self.down_weight, self.first_bias, self.down_bias
         _require_usable(self.group, "tokens", flat)

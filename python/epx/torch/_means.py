@@ -10,7 +10,7 @@ in rank order, and their mean comes back (combine).
 import torch
 import torch.distributed
 
-from .._values import refuse
+from .._values import refuse, refuse_destroyed
 from ._derivatives import differentiable_once
 from ._group import call
 from ._library import groups, keep_in_order, ops
@@ -73,7 +73,7 @@ class _Routes:
 def _mean_over_ranks(group: int, rows: torch.Tensor) -> torch.Tensor:
     known = groups.get(group)
     if known is None:
-        refuse("the group has been destroyed")
+        refuse_destroyed("group")
     num_rows, means = known.mean_routes.num_rows, []
     for part in rows.split(num_rows):
         missing = num_rows - len(part)

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .._structs import Pads
-from .._values import refuse, require_kind
+from .._values import refuse, refuse_choice, refuse_dtype, refuse_strides, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import groups, new_tensor, ops
@@ -20,6 +20,7 @@ from ._library import groups, new_tensor, ops
 _prepare_dispatch = ops.prepare_dispatch.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
+_COUNTS_DTYPES = (torch.int32, torch.int64)
 _PADS = {member.name.lower(): int(member) for member in Pads}
 
 
@@ -236,11 +237,9 @@ def _records(*tensors):
 def _require_usable(group, name, tensor):
     """Refuses a tensor of other strides, which the operators copy since torch.compile needs that, and one without memory, for
     which PyTorch would call the fake kernels."""
-    if not isinstance(tensor, torch.Tensor):
-        refuse(f"{name} is {type(tensor).__name__}, not a tensor")
+    require_kind(name, tensor, torch.Tensor)
     if not tensor.is_contiguous():
-        strides, sizes = list(tensor.stride()), list(tensor.shape)
-        refuse(f"{name} has strides {strides} at shape {sizes}: it must be contiguous in row-major order")
+        refuse_strides(name, tensor.stride(), tensor.shape)
     if tensor.is_meta:
         refuse(f"{name} is on meta; the tensors of this group are on {group.device}")
 
@@ -253,14 +252,14 @@ def _require_writable(group, name, tensor):
 
 
 def _is_int64(counts_dtype):
-    if counts_dtype not in (torch.int32, torch.int64):
-        refuse(f"counts_dtype is {counts_dtype}; it must be torch.int32 or torch.int64")
+    if counts_dtype not in _COUNTS_DTYPES:
+        refuse_dtype("counts_dtype", counts_dtype, _COUNTS_DTYPES)
     return counts_dtype == torch.int64
 
 
 def _pads(pads):
     if pads not in _PADS:
-        refuse(f"pads is {pads!r}; it must be one of {', '.join(map(repr, _PADS))}")
+        refuse_choice("pads", pads, _PADS)
     return _PADS[pads]
 
 
@@ -337,6 +336,7 @@ def dispatch(
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
+    require_one_size("num_rows", num_rows, recv_tokens, "N")
     _require_usable(group, "tokens", tokens)
     if topk_weights is not None:
         _require_usable(group, "topk_weights", topk_weights)

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
-from .._values import refuse, require_kind
+from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._group import Group, call
 from ._library import groups, new_tensor, ops
@@ -177,8 +177,7 @@ def dispatch_rank_major(
     else:
         if torch.compiler.is_compiling():
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
-        if max_rows is not None:
-            refuse("max_rows and recv_tokens are given; recv_tokens alone says what M is")
+        require_one_size("max_rows", max_rows, recv_tokens, "M")
         _require_writable(group, "recv_tokens", recv_tokens)
         args = number, tokens, topk_idx, topk_weights
         if records:
