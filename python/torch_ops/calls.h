@@ -72,4 +72,24 @@ inline epx_tensor view_weights(const char* name, const Tensor& weights, const Gr
   return view(name, weights, group.place, {num_rows}, kFloat);
 }
 
+// Memory for the sidecar of received rows, [N, S] or [P, M, S], which are bytes.
+inline Tensor new_recv_sidecar(const Group& group, const epx_tensor& rows, const Tensor& sidecar) {
+  const int64_t row_bytes = view("sidecar", sidecar, group.place, {kAnySize, kAnySize}, kByte).sizes[1];
+  return rows.ndim == 3 ? new_tensor(group.place, {rows.sizes[0], rows.sizes[1], row_bytes}, ScalarType::Byte)
+                        : new_tensor(group.place, {rows.sizes[0], row_bytes}, ScalarType::Byte);
+}
+
+// Gives tokens [T, H] their sidecar [T, S], and the rows that they become the memory for theirs.
+inline void attach_sidecar(const Group& group, epx_tensor& sent, const Tensor& sidecar, epx_tensor& rows,
+                           const Tensor& recv_sidecar) {
+  const epx_tensor bytes = view("sidecar", sidecar, group.place, {sent.sizes[0], kAnySize}, kByte);
+  const int64_t row_bytes = bytes.sizes[1];
+  const epx_tensor received =
+      rows.ndim == 3 ? view("recv_sidecar", recv_sidecar, group.place, {rows.sizes[0], rows.sizes[1], row_bytes}, kByte)
+                     : view("recv_sidecar", recv_sidecar, group.place, {rows.sizes[0], row_bytes}, kByte);
+  sent.sidecar = bytes.data;
+  rows.sidecar = received.data;
+  sent.sidecar_row_bytes = rows.sidecar_row_bytes = row_bytes;
+}
+
 } // namespace epx_torch

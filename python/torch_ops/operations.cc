@@ -24,7 +24,7 @@ struct PlanOutputs {
   PlanOutputs(const Place& place, const epx_group_info& group, bool int64_counts) {
     const ScalarType dtype = int64_counts ? ScalarType::Long : ScalarType::Int;
     const int64_t size = int64_counts ? sizeof(int64_t) : sizeof(int32_t), num_local = group.num_local_experts,
-                  num_all = group.num_ranks * group.num_experts;
+                  num_all = int64_t{group.num_ranks} * group.num_experts;
     const int64_t first_count = kNumInfo * static_cast<int64_t>(sizeof(int64_t)) / size;
     results = new_tensor(place, {first_count + 2 * num_local + 1 + num_all}, dtype);
     info_ = view_of_part(results, 0, {kNumInfo}, ScalarType::Long);
@@ -61,28 +61,101 @@ tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignm
   return {handle_mem, plan.results};
 }
 
+Tensor new_rows(const Group& group, const Tensor& tokens, const epx_tensor& sent, int64_t num_rows) {
+  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
+  return new_tensor(group.place, {num_rows, sent.sizes[1]}, tokens.scalar_type());
+}
+
+// What a call that moves tokens takes beside handle memory: tokens, and the rows that they become, both perhaps with a sidecar.
+struct Rows {
+  Rows(const Group& group, const Tensor& tokens, int64_t num_rows)
+      : sent(view_rows("tokens", tokens, group)), recv_tokens(new_rows(group, tokens, sent, num_rows)),
+        received(view_of_new(recv_tokens)) {}
+
+  // Into a tensor of the caller's.
+  Rows(const Group& group, const Tensor& tokens, const Tensor& given)
+      : sent(view_rows("tokens", tokens, group)), recv_tokens(given),
+        received(view("recv_tokens", given, group.place, {kAnySize, sent.sizes[1]}, {tokens.scalar_type()})) {}
+
+  // Returns what becomes of the sidecar.
+  Tensor attach(const Group& group, const Tensor& sidecar) {
+    Tensor recv_sidecar = new_recv_sidecar(group, received, sidecar);
+    attach_sidecar(group, sent, sidecar, received, recv_sidecar);
+    return recv_sidecar;
+  }
+
+  epx_tensor sent;
+  Tensor recv_tokens;
+  epx_tensor received;
+};
+
+// Makes the call with these args, and returns recv_weights.
+template <typename Args, typename Function>
+Tensor move_rows(const Group& group, Function function, Args& args, const Rows& rows, const optional<Tensor>& topk_weights,
+                 int64_t pads) {
+  epx_tensor weights = {}, row_weights = {};
+  if (topk_weights)
+    weights = view("topk_weights", *topk_weights, group.place, {rows.sent.sizes[0], args.layer.top_k}, kFloat);
+  Tensor recv_weights =
+      topk_weights ? new_tensor(group.place, {rows.received.sizes[0]}, ScalarType::Float) : nothing(group);
+  args.tokens = &rows.sent;
+  args.recv_tokens = &rows.received;
+  args.pads = pads_of(pads);
+  if (topk_weights) {
+    row_weights = view_of_new(recv_weights);
+    args.topk_weights = &weights;
+    args.recv_weights = &row_weights;
+  }
+  throw_if_failed(function(group.group, &args));
+  return recv_weights;
+}
+
+Tensor dispatch_rows(const Group& group, const Tensor& handle_mem, const Rows& rows, const optional<Tensor>& topk_weights,
+                     int64_t top_k, int64_t alignment, int64_t pads) {
+  auto args = make_args<epx_dispatch_args>(group, top_k, alignment, handle_mem);
+  return move_rows(group, epx_dispatch, args, rows, topk_weights, pads);
+}
+
 tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
                                const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t pads,
                                int64_t num_rows) {
   const GroupUse group(id);
-  auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
-  const epx_tensor sent = view_rows("tokens", tokens, *group);
-  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
-  tuple outputs(new_tensor(group->place, {num_rows, sent.sizes[1]}, tokens.scalar_type()),
-                topk_weights ? new_tensor(group->place, {num_rows}, ScalarType::Float) : nothing(*group));
-  const epx_tensor rows = view_of_new(std::get<0>(outputs));
-  args.tokens = &sent;
-  args.recv_tokens = &rows;
-  args.pads = pads_of(pads);
-  epx_tensor weights, row_weights;
-  if (topk_weights) {
-    weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
-    row_weights = view_of_new(std::get<1>(outputs));
-    args.topk_weights = &weights;
-    args.recv_weights = &row_weights;
-  }
-  throw_if_failed(epx_dispatch(group->group, &args));
-  return outputs;
+  const Rows rows(*group, tokens, num_rows);
+  return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads)};
+}
+
+// The operators with a sidecar are others, since each tensor that an operator returns costs the host time.
+tuple<Tensor, Tensor, Tensor> dispatch_sidecar(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
+                                               const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment,
+                                               int64_t pads, int64_t num_rows, const Tensor& sidecar) {
+  const GroupUse group(id);
+  Rows rows(*group, tokens, num_rows);
+  const Tensor recv_sidecar = rows.attach(*group, sidecar);
+  return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads), recv_sidecar};
+}
+
+// Writes the rows into a tensor of the caller's, in memory that peers reach for instance, and a sidecar into another one. Returns
+// recv_weights.
+Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
+                     int64_t top_k, int64_t alignment, int64_t pads, const Tensor& recv_tokens,
+                     const optional<Tensor>& sidecar, const optional<Tensor>& recv_sidecar) {
+  const GroupUse group(id);
+  Rows rows(*group, tokens, recv_tokens);
+  if (sidecar) attach_sidecar(*group, rows.sent, *sidecar, rows.received, recv_sidecar.value());
+  return dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads);
+}
+
+// Returns what prepare does, and recv_weights.
+tuple<Tensor, Tensor, Tensor> prepare_dispatch_rows(const Group& group, const Rows& rows, const Tensor& topk_idx,
+                                                    const optional<Tensor>& topk_weights, int64_t alignment,
+                                                    bool int64_counts, int64_t pads) {
+  const epx_tensor indices = view("topk_idx", topk_idx, group.place, {rows.sent.sizes[0], kAnySize}, kIndexDtypes);
+  auto args = make_args<epx_prepare_dispatch_args>(group, indices.sizes[1], alignment);
+  const Tensor handle_mem = new_handle_mem(group, args);
+  const PlanOutputs plan(group.place, group.info, int64_counts);
+  plan.point(args);
+  args.topk_idx = &indices;
+  return {handle_mem, plan.results, move_rows(group, epx_prepare_dispatch, args, rows, topk_weights, pads)};
 }
 
 // Returns what prepare does and then what dispatch does.
@@ -90,53 +163,21 @@ tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor&
                                                        const optional<Tensor>& topk_weights, int64_t alignment,
                                                        bool int64_counts, int64_t pads, int64_t num_rows) {
   const GroupUse group(id);
-  const Place& place = group->place;
-  const epx_tensor sent = view_rows("tokens", tokens, *group);
-  const epx_tensor indices = view("topk_idx", topk_idx, place, {sent.sizes[0], kAnySize}, kIndexDtypes);
-  const int64_t top_k = indices.sizes[1];
-  epx_tensor weights = {}, row_weights = {};
-  if (topk_weights) weights = view("topk_weights", *topk_weights, place, {sent.sizes[0], top_k}, kFloat);
-  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
-  auto args = make_args<epx_prepare_dispatch_args>(*group, top_k, alignment);
-  const Tensor handle_mem = new_handle_mem(*group, args);
-  const PlanOutputs plan(place, group->info, int64_counts);
-  const Tensor recv_tokens = new_tensor(place, {num_rows, sent.sizes[1]}, tokens.scalar_type()),
-               recv_weights = topk_weights ? new_tensor(place, {num_rows}, ScalarType::Float) : nothing(*group);
-  const epx_tensor rows = view_of_new(recv_tokens);
-  plan.point(args);
-  args.topk_idx = &indices;
-  args.tokens = &sent;
-  args.recv_tokens = &rows;
-  args.pads = pads_of(pads);
-  if (topk_weights) {
-    row_weights = view_of_new(recv_weights);
-    args.topk_weights = &weights;
-    args.recv_weights = &row_weights;
-  }
-  throw_if_failed(epx_prepare_dispatch(group->group, &args));
-  return {handle_mem, plan.results, recv_tokens, recv_weights};
+  const Rows rows(*group, tokens, num_rows);
+  const auto [handle_mem, results, recv_weights] =
+      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
+  return {handle_mem, results, rows.recv_tokens, recv_weights};
 }
 
-// Writes the rows into a tensor of the caller's, in memory that peers reach for instance. Returns recv_weights.
-Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
-                     int64_t top_k, int64_t alignment, int64_t pads, const Tensor& recv_tokens) {
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+prepare_dispatch_sidecar(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
+                         int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  auto args = make_args<epx_dispatch_args>(*group, top_k, alignment, handle_mem);
-  const epx_tensor sent = view_rows("tokens", tokens, *group);
-  const epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {kAnySize, sent.sizes[1]}, {tokens.scalar_type()});
-  Tensor recv_weights = topk_weights ? new_tensor(group->place, {rows.sizes[0]}, ScalarType::Float) : nothing(*group);
-  args.tokens = &sent;
-  args.recv_tokens = &rows;
-  args.pads = pads_of(pads);
-  epx_tensor weights, row_weights;
-  if (topk_weights) {
-    weights = view("topk_weights", *topk_weights, group->place, {sent.sizes[0], top_k}, kFloat);
-    row_weights = view_of_new(recv_weights);
-    args.topk_weights = &weights;
-    args.recv_weights = &row_weights;
-  }
-  throw_if_failed(epx_dispatch(group->group, &args));
-  return recv_weights;
+  Rows rows(*group, tokens, num_rows);
+  const Tensor recv_sidecar = rows.attach(*group, sidecar);
+  const auto [handle_mem, results, recv_weights] =
+      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
+  return {handle_mem, results, rows.recv_tokens, recv_weights, recv_sidecar};
 }
 
 Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, const optional<Tensor>& recv_weights,
@@ -213,7 +254,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
   library.def("dispatch(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, SymInt num_rows) -> (Tensor, Tensor)");
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
-              "int pads, Tensor(a!) recv_tokens) -> Tensor");
+              "int pads, Tensor(a!) recv_tokens, Tensor? sidecar, Tensor(b!)? recv_sidecar) -> Tensor");
+  library.def(
+      "dispatch_sidecar(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
+      "int pads, SymInt num_rows, Tensor sidecar) -> (Tensor, Tensor, Tensor)");
+  library.def("prepare_dispatch_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, "
+              "bool int64_counts, int pads, SymInt num_rows, Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "prepare_dispatch(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, bool int64_counts, "
       "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
@@ -232,8 +278,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("prepare", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare>::call));
   library.impl("dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch>::call));
+  library.impl("dispatch_sidecar", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_sidecar>::call));
   library.impl("dispatch_into", TORCH_BOX(&epx_torch::dispatch_into));
   library.impl("prepare_dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch>::call));
+  library.impl("prepare_dispatch_sidecar", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch_sidecar>::call));
   library.impl("combine", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine>::call));
   library.impl("combine_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_bwd>::call));
   library.impl("dispatch_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_bwd>::call));

@@ -51,23 +51,43 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_
   return outputs;
 }
 
+Tensor new_rows(const Group& group, const Tensor& tokens, const epx_tensor& sent, int64_t max_rows) {
+  if (max_rows < 0) refuse("max_rows is ", max_rows, "; it must be at least 0");
+  return new_tensor(group.place, {group.info.num_ranks, max_rows, sent.sizes[1]}, tokens.scalar_type());
+}
+
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                                   const optional<Tensor>& topk_weights, int64_t max_rows) {
   const GroupUse group(id);
   const epx_tensor sent = view_rows("tokens", tokens, *group);
-  if (max_rows < 0) refuse("max_rows is ", max_rows, "; it must be at least 0");
-  const Tensor rows = new_tensor(group->place, {group->info.num_ranks, max_rows, sent.sizes[1]}, tokens.scalar_type());
+  const Tensor rows = new_rows(*group, tokens, sent, max_rows);
   return std::tuple_cat(std::make_tuple(rows), dispatch_to(*group, sent, topk_idx, topk_weights, view_of_new(rows)));
 }
 
-// Writes the rows into a tensor of the caller's, in memory that peers reach for instance.
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_sidecar(int64_t id, const Tensor& tokens,
+                                                                                  const Tensor& topk_idx,
+                                                                                  const optional<Tensor>& topk_weights,
+                                                                                  int64_t max_rows, const Tensor& sidecar) {
+  const GroupUse group(id);
+  epx_tensor sent = view_rows("tokens", tokens, *group);
+  const Tensor rows = new_rows(*group, tokens, sent, max_rows);
+  epx_tensor received = view_of_new(rows);
+  const Tensor recv_sidecar = new_recv_sidecar(*group, received, sidecar);
+  attach_sidecar(*group, sent, sidecar, received, recv_sidecar);
+  return std::tuple_cat(std::make_tuple(rows), dispatch_to(*group, sent, topk_idx, topk_weights, received),
+                        std::make_tuple(recv_sidecar));
+}
+
+// Writes the rows into a tensor of the caller's, in memory that peers reach for instance, and a sidecar into another one.
 tuple<Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_into(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                                const optional<Tensor>& topk_weights,
-                                                               const Tensor& recv_tokens) {
+                                                               const Tensor& recv_tokens, const optional<Tensor>& sidecar,
+                                                               const optional<Tensor>& recv_sidecar) {
   const GroupUse group(id);
-  const epx_tensor sent = view_rows("tokens", tokens, *group);
-  const epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {group->info.num_ranks, kAnySize, sent.sizes[1]},
-                               {tokens.scalar_type()});
+  epx_tensor sent = view_rows("tokens", tokens, *group);
+  epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {group->info.num_ranks, kAnySize, sent.sizes[1]},
+                         {tokens.scalar_type()});
+  if (sidecar) attach_sidecar(*group, sent, *sidecar, rows, recv_sidecar.value());
   return dispatch_to(*group, sent, topk_idx, topk_weights, rows);
 }
 
@@ -76,7 +96,7 @@ Tensor combine_rank_major(int64_t id, const Tensor& handle_mem, const Tensor& ex
   const GroupUse group(id);
   auto args = make_args<epx_combine_rank_major_args>(*group, top_k, kNoAlignment, handle_mem);
   const epx_tensor rows = view_ranks("expert_out", expert_out, *group);
-  const Tensor out = new_tensor(group->place, {num_tokens, rows.sizes[2]}, expert_out.scalar_type());
+  Tensor out = new_tensor(group->place, {num_tokens, rows.sizes[2]}, expert_out.scalar_type());
   const epx_tensor out_view = view_of_new(out);
   args.expert_out = &rows;
   args.out = &out_view;
@@ -89,7 +109,7 @@ Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor
   const GroupUse group(id);
   auto args = make_args<epx_combine_rank_major_bwd_args>(*group, top_k, kNoAlignment, handle_mem);
   const epx_tensor grad = view_rows("grad_out", grad_out, *group);
-  const Tensor rows = new_tensor(group->place, {group->info.num_ranks, max_rows, grad.sizes[1]}, grad_out.scalar_type());
+  Tensor rows = new_tensor(group->place, {group->info.num_ranks, max_rows, grad.sizes[1]}, grad_out.scalar_type());
   const epx_tensor grad_rows = view_of_new(rows);
   args.grad_out = &grad;
   args.grad_expert_out = &grad_rows;
@@ -127,7 +147,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
   library.def("dispatch_rank_major(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows) "
               "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("dispatch_rank_major_into(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, "
-              "Tensor(a!) recv_tokens) -> (Tensor, Tensor, Tensor, Tensor)");
+              "Tensor(a!) recv_tokens, Tensor? sidecar, Tensor(b!)? recv_sidecar) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "dispatch_rank_major_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows, "
+      "Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens) -> Tensor");
   library.def(
@@ -138,6 +161,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("dispatch_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major>::call));
+  library.impl("dispatch_rank_major_sidecar",
+               TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major_sidecar>::call));
   library.impl("dispatch_rank_major_into", TORCH_BOX(&epx_torch::dispatch_rank_major_into));
   library.impl("combine_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major>::call));
   library.impl("combine_rank_major_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major_bwd>::call));

@@ -12,7 +12,7 @@ import torch
 from .. import _interrupt, _structs, bootstrap
 from .._group_base import GroupBase
 from .._structs import Status, Transport
-from .._values import member, refuse
+from .._values import member, refuse, refuse_strides, require_kind
 from ..bootstrap import Bootstrap
 from ..errors import Error, GroupError, last_sentence, raise_call_failed, raise_if_failed
 from ..group import Group as _Group
@@ -191,6 +191,16 @@ def call(number, op, *args):
         raise _as_failure(number, error) from None
     _interrupt.reraise()
     return result
+
+
+def require_usable(group, name, tensor):
+    """Refuses a tensor of other strides, which the operators copy since torch.compile needs that, and one without memory, for
+    which PyTorch would call the fake kernels."""
+    require_kind(name, tensor, torch.Tensor)
+    if not tensor.is_contiguous():
+        refuse_strides(name, tensor.stride(), tensor.shape)
+    if tensor.is_meta:
+        refuse(f"{name} is on meta; the tensors of this group are on {group.device}")
 
 
 __all__ = ["Group", "OutOfMemoryError", "from_process_group"]

@@ -18,10 +18,10 @@ from .._values import member, refuse, refuse_choice, refuse_destroyed, refuse_dt
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
 from ._derivatives import differentiable_once
-from ._group import Group, OutOfMemoryError, call
+from ._group import Group, OutOfMemoryError, call, require_usable
 from ._library import layers, lib, new_tensor, ops
 from ._means import create_mean_routes, with_mean_gradient
-from ._ops import _records, _refuse_transforms, _require_usable
+from ._ops import _records, _refuse_transforms
 
 _block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
 _aux_loss, _update_selection_bias = ops.aux_loss.default, ops.update_selection_bias.default
@@ -363,11 +363,11 @@ class MoELayer(torch.nn.Module):
                 refuse_dtype("token_mask", token_mask.dtype, (torch.bool, torch.uint8))
             token_mask = token_mask.reshape(-1).view(torch.uint8)
         params = self.first_weight, self.down_weight, self.first_bias, self.down_bias
-        _require_usable(self.group, "tokens", flat)
-        _require_usable(self.group, "logits", logits)
+        require_usable(self.group, "tokens", flat)
+        require_usable(self.group, "logits", logits)
         for name, each in zip(("first_weight", "down_weight", "first_bias", "down_bias"), params):
             if each is not None:
-                _require_usable(self.group, name, each)
+                require_usable(self.group, name, each)
         if _records(flat, logits, *params):
             outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
         else:

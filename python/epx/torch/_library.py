@@ -65,5 +65,6 @@ def keep_in_order(name):
     torch.library.register_vmap(f"epx::{name}", _refuse_vmap(name))
 
 
-for _name in (*CALLS, "block_fwd", "block_bwd"):
+_WITH_SIDECARS = [f"{name}_sidecar" for name in ("dispatch", "prepare_dispatch", "dispatch_rank_major")]
+for _name in (*CALLS, *_WITH_SIDECARS, "block_fwd", "block_bwd"):
     keep_in_order(_name)

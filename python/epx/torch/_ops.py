@@ -12,14 +12,17 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .._structs import Pads
-from .._values import refuse, refuse_choice, refuse_dtype, refuse_strides, require_kind, require_one_size
+from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._group import Group, call
+from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
+from ._sidecars import as_bytes, call_with, new_sidecar, received
 
-_prepare_dispatch = ops.prepare_dispatch.default
+_prepare_dispatch, _prepare_dispatch_sidecar = ops.prepare_dispatch.default, ops.prepare_dispatch_sidecar.default
+_dispatch_sidecar = ops.dispatch_sidecar.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
+_WEIGHTS_INPUT = 4  # topk_weights among the arguments of the functions that dispatch
 _COUNTS_DTYPES = (torch.int32, torch.int64)
 _PADS = {member.name.lower(): int(member) for member in Pads}
 
@@ -91,21 +94,28 @@ def _fake_plan(group, topk_idx, alignment, int64_counts):
 torch.library.register_fake("epx::prepare", _fake_plan)
 
 
-@torch.library.register_fake("epx::prepare_dispatch")
-def _(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
+def _fake_rows(tokens, topk_weights, num_rows, *sidecar):
     weights = 0 if topk_weights is None else num_rows
-    plan = _fake_plan(group, topk_idx, alignment, int64_counts)
-    return *plan, new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
+    rows = new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
+    return *rows, *[new_tensor(each, num_rows, each.shape[1]) for each in sidecar]
 
 
-@torch.library.register_fake("epx::dispatch")
-def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
-    weights = 0 if topk_weights is None else num_rows
-    return new_tensor(tokens, num_rows, tokens.shape[1]), new_tensor(tokens, weights, dtype=torch.float32)
+def _fake_prepare_dispatch(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows, *sidecar):
+    return *_fake_plan(group, topk_idx, alignment, int64_counts), *_fake_rows(tokens, topk_weights, num_rows, *sidecar)
+
+
+def _fake_dispatch(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows, *sidecar):
+    return _fake_rows(tokens, topk_weights, num_rows, *sidecar)
+
+
+torch.library.register_fake("epx::prepare_dispatch", _fake_prepare_dispatch)
+torch.library.register_fake("epx::prepare_dispatch_sidecar", _fake_prepare_dispatch)
+torch.library.register_fake("epx::dispatch", _fake_dispatch)
+torch.library.register_fake("epx::dispatch_sidecar", _fake_dispatch)
 
 
 @torch.library.register_fake("epx::dispatch_into")
-def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
+def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens, sidecar, recv_sidecar):
     return new_tensor(tokens, 0 if topk_weights is None else recv_tokens.shape[0], dtype=torch.float32)
 
 
@@ -127,61 +137,85 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tok
 
 
 class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
-        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
-        ctx.save_for_backward(handle_mem)
-        return call(number, _dispatch, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
+    """args, here and in the two next ones: what the operator takes behind topk_weights and before a sidecar, four of them."""
 
     @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_recv, grad_recv_weights):
-        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-
-
-class _DispatchInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
-        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
-        ctx.save_for_backward(handle_mem)
-        ctx.mark_dirty(recv_tokens)
-        weights = call(number, _dispatch_into, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens)
-        return recv_tokens, weights
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_recv, grad_recv_weights):
-        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-
-
-class _PrepareDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
-        outputs = call(
-            number, _prepare_dispatch, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
-        )
-        ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
-        ctx.save_for_backward(outputs[0])
-        ctx.mark_non_differentiable(*outputs[:2])
+    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, *args):
+        outputs = _run_dispatch(sidecar, number, handle_mem, tokens, topk_weights, *args)
+        _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, *args[:2])
+        if sidecar is not None:
+            ctx.mark_non_differentiable(outputs[2])
         return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, *grads):
-        _, _, grad_tokens, grad_weights, *_ = _dispatch_backward(ctx, *grads[2:])
-        return None, grad_tokens, None, grad_weights, None, None, None, None
+    def backward(ctx, grad_recv, grad_recv_weights, *_):
+        return None, None, None, *_dispatch_backward(ctx, grad_recv, grad_recv_weights), *4 * [None]
+
+
+class _DispatchInto(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, *args):
+        outputs = _run_dispatch_into(sidecar, number, handle_mem, tokens, topk_weights, *args)
+        ctx.mark_dirty(outputs[0])
+        _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, *args[:2])
+        if sidecar is not None:
+            ctx.mark_non_differentiable(outputs[2])
+        return outputs
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, grad_recv, grad_recv_weights, *_):
+        return None, None, None, *_dispatch_backward(ctx, grad_recv, grad_recv_weights), *4 * [None]
+
+
+class _PrepareDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, *args):
+        outputs = _run_prepare_dispatch(sidecar, number, tokens, topk_idx, topk_weights, *args)
+        _save_dispatch(ctx, number, outputs[0], tokens, topk_weights, topk_idx.shape[1], args[0])
+        ctx.mark_non_differentiable(*outputs[:2], *outputs[4:])
+        return outputs
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx, _handle_mem, _results, grad_recv, grad_recv_weights, *_):
+        grad_tokens, grad_weights = _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+        return None, None, grad_tokens, None, grad_weights, *4 * [None]
+
+
+def _run_dispatch(sidecar, number, *args):
+    return call_with(number, _dispatch, _dispatch_sidecar, (number, *args), sidecar)
+
+
+def _run_prepare_dispatch(sidecar, number, *args):
+    return call_with(number, _prepare_dispatch, _prepare_dispatch_sidecar, (number, *args), sidecar)
+
+
+def _run_dispatch_into(sidecar, number, *args):
+    """args end with recv_tokens. Returns it, recv_weights, and the bytes of a sidecar."""
+    recv_tokens = args[-1]
+    recv_sidecar = new_sidecar(recv_tokens, sidecar)
+    weights = call(number, _dispatch_into, number, *args, sidecar, recv_sidecar)
+    return (recv_tokens, weights) if sidecar is None else (recv_tokens, weights, recv_sidecar)
+
+
+def _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment):
+    ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
+    ctx.save_for_backward(handle_mem)
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
-    # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
+    """The gradients of tokens and of topk_weights. All ranks make the same choice of weights: it depends on what all of them
+    gave, not on who used what came of it."""
     number, top_k, alignment, num_tokens, has_weights = ctx.layer
     (handle_mem,) = ctx.saved_tensors
     _refuse_transforms(grad_recv, grad_recv_weights)
-    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
+    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[_WEIGHTS_INPUT] else None
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
     )
-    return None, None, grad_tokens, None if row_weights is None else grad_weights, None, None, None, None
+    return grad_tokens, None if row_weights is None else grad_weights
 
 
 class _Combine(torch.autograd.Function):
@@ -234,19 +268,9 @@ def _records(*tensors):
     return torch.is_grad_enabled() and any([tensor is not None and tensor.requires_grad for tensor in tensors])
 
 
-def _require_usable(group, name, tensor):
-    """Refuses a tensor of other strides, which the operators copy since torch.compile needs that, and one without memory, for
-    which PyTorch would call the fake kernels."""
-    require_kind(name, tensor, torch.Tensor)
-    if not tensor.is_contiguous():
-        refuse_strides(name, tensor.stride(), tensor.shape)
-    if tensor.is_meta:
-        refuse(f"{name} is on meta; the tensors of this group are on {group.device}")
-
-
 def _require_writable(group, name, tensor):
     """Refuses a tensor that autograd has a history or a gradient of: only what the call returns has those of its rows."""
-    _require_usable(group, name, tensor)
+    require_usable(group, name, tensor)
     if tensor.requires_grad:
         refuse(f"{name} requires a gradient: give memory that does not, and use the tensor that the call returns")
 
@@ -271,7 +295,7 @@ def prepare(group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_
     """
     require_kind("group", group, Group)
     number = group.number
-    _require_usable(group, "topk_idx", topk_idx)
+    require_usable(group, "topk_idx", topk_idx)
     _refuse_transforms(topk_idx)
     made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype))
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
@@ -287,30 +311,29 @@ def prepare_dispatch(
     counts_dtype: torch.dtype = torch.int32,
     num_rows: int | None = None,
     pads: str = "zero",
-) -> tuple[Plan, torch.Tensor, torch.Tensor | None]:
+    sidecar: torch.Tensor | None = None,
+) -> tuple:
     """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
     backward; all ranks make this call, or all make the two others.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64.  topk_weights: [T, K] float32, or None on all
     ranks.  num_rows: N, which is chosen before plan.num_rows is known; default: R, group.max_recv_tokens_per_rank, which always
     suffices.  The other options are those of the two.
-    Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None).
+    Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] too.
     """
     require_kind("group", group, Group)
     number, int64_counts = group.number, _is_int64(counts_dtype)
     if num_rows is None:
         num_rows = group.max_recv_tokens_per_rank
-    _require_usable(group, "tokens", tokens)
-    _require_usable(group, "topk_idx", topk_idx)
+    require_usable(group, "tokens", tokens)
+    require_usable(group, "topk_idx", topk_idx)
     if topk_weights is not None:
-        _require_usable(group, "topk_weights", topk_weights)
+        require_usable(group, "topk_weights", topk_weights)
     args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
-    if _records(tokens, topk_weights):
-        *made, rows, weights = _PrepareDispatch.apply(*args)
-    else:
-        *made, rows, weights = call(number, _prepare_dispatch, *args)
-    plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
-    return plan, rows, None if topk_weights is None else weights
+    run = _PrepareDispatch.apply if _records(tokens, topk_weights) else _run_prepare_dispatch
+    handle_mem, results, *rows = run(as_bytes(group, sidecar, tokens), *args)
+    plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], handle_mem, results)
+    return plan, *received(rows, topk_weights, sidecar)
 
 
 def dispatch(
@@ -321,7 +344,8 @@ def dispatch(
     num_rows: int | None = None,
     recv_tokens: torch.Tensor | None = None,
     pads: str = "zero",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    sidecar: torch.Tensor | None = None,
+) -> tuple:
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
@@ -329,36 +353,38 @@ def dispatch(
     not depend on the routing, group.max_recv_tokens_per_rank at most.
     recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; it requires no
     gradient, which the tensor that is returned has in its stead. Not under torch.compile.  pads: "zero", or "untouched": pads
-    inside zones hold whatever memory held.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None). Rows behind plan.num_rows hold whatever memory held, and so
-    do those of the gradient that combine's backward returns, whose pads are zero.
+    inside zones hold whatever memory held.  sidecar: [T, S] of any dtype, block scales for instance, with the same bytes of a row
+    on all ranks, at most group.max_sidecar_bytes; or None on all ranks. It has no gradient.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too. Rows
+    behind plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns, whose pads
+    are zero.
     """
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
     require_one_size("num_rows", num_rows, recv_tokens, "N")
-    _require_usable(group, "tokens", tokens)
+    require_usable(group, "tokens", tokens)
     if topk_weights is not None:
-        _require_usable(group, "topk_weights", topk_weights)
+        require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
+    args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
+    bytes_ = as_bytes(group, sidecar, tokens)
     if recv_tokens is not None:
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
         _require_writable(group, "recv_tokens", recv_tokens)
-        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
         if records:
-            rows, weights = _DispatchInto.apply(*args, recv_tokens.detach())  # so the caller's own tensor gets no history
+            rows = _DispatchInto.apply(bytes_, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
         else:
-            rows, weights = recv_tokens, call(number, _dispatch_into, *args, recv_tokens)
+            rows = _run_dispatch_into(bytes_, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     else:
         if num_rows is None:
             if torch.compiler.is_compiling():
                 refuse("dispatch needs num_rows under torch.compile: group.max_recv_tokens_per_rank, or a bound that suffices")
             num_rows = plan.num_rows
-        args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads, num_rows
-        rows, weights = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
-    return rows, None if topk_weights is None else weights
+        rows = (_Dispatch.apply if records else _run_dispatch)(bytes_, *args, num_rows)
+    return received(rows, topk_weights, sidecar)
 
 
 def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -369,9 +395,9 @@ def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | N
     """
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
-    _require_usable(group, "expert_out", expert_out)
+    require_usable(group, "expert_out", expert_out)
     if recv_weights is not None:
-        _require_usable(group, "recv_weights", recv_weights)
+        require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
     if _records(expert_out, recv_weights):
         return _Combine.apply(*args)

@@ -11,12 +11,13 @@ from torch.autograd.graph import increment_version
 
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._group import Group, call
+from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
-from ._ops import _records, _refuse_transforms, _require_usable, _require_writable
+from ._ops import _records, _refuse_transforms, _require_writable
+from ._sidecars import as_bytes, call_with, new_sidecar, received
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
-_dispatch_into = ops.dispatch_rank_major_into.default
+_dispatch_sidecar, _dispatch_into = ops.dispatch_rank_major_sidecar.default, ops.dispatch_rank_major_into.default
 _dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_rank_major_bwd.default
 
 
@@ -55,14 +56,17 @@ def _fake_plan(group, tokens, topk_idx, topk_weights, max_rows):
     )
 
 
-@torch.library.register_fake("epx::dispatch_rank_major")
-def _(group, tokens, topk_idx, topk_weights, max_rows):
-    rows = new_tensor(tokens, groups[group].num_ranks, max_rows, tokens.shape[1])
-    return rows, *_fake_plan(group, tokens, topk_idx, topk_weights, max_rows)
+def _fake_dispatch(group, tokens, topk_idx, topk_weights, max_rows, *sidecar):
+    rows, *received = [new_tensor(each, groups[group].num_ranks, max_rows, each.shape[1]) for each in (tokens, *sidecar)]
+    return rows, *_fake_plan(group, tokens, topk_idx, topk_weights, max_rows), *received
+
+
+torch.library.register_fake("epx::dispatch_rank_major", _fake_dispatch)
+torch.library.register_fake("epx::dispatch_rank_major_sidecar", _fake_dispatch)
 
 
 @torch.library.register_fake("epx::dispatch_rank_major_into")
-def _(group, tokens, topk_idx, topk_weights, recv_tokens):
+def _(group, tokens, topk_idx, topk_weights, recv_tokens, sidecar, recv_sidecar):
     return _fake_plan(group, tokens, topk_idx, topk_weights, recv_tokens.shape[1])
 
 
@@ -84,35 +88,48 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, tokens, topk_idx, topk_weights, max_rows):
-        outputs = call(number, _dispatch, number, tokens, topk_idx, topk_weights, max_rows)
-        return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, max_rows):
+        outputs = _run_dispatch(sidecar, number, tokens, topk_idx, topk_weights, max_rows)
+        _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+        return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
+    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
 
 class _DispatchInto(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, tokens, topk_idx, topk_weights, recv_tokens):
+    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, recv_tokens):
         ctx.mark_dirty(recv_tokens)
-        outputs = call(number, _dispatch_into, number, tokens, topk_idx, topk_weights, recv_tokens)
-        return _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, (recv_tokens, *outputs))
+        outputs = _run_dispatch_into(sidecar, number, tokens, topk_idx, topk_weights, recv_tokens)
+        _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+        return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, _counts):
+    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
         return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
 
 
+def _run_dispatch(sidecar, number, *args):
+    return call_with(number, _dispatch, _dispatch_sidecar, (number, *args), sidecar)
+
+
+def _run_dispatch_into(sidecar, number, *args):
+    """args end with recv_tokens. Returns what the operator that makes new tensors does."""
+    recv_tokens = args[-1]
+    recv_sidecar = new_sidecar(recv_tokens, sidecar)
+    outputs = recv_tokens, *call(number, _dispatch_into, number, *args, sidecar, recv_sidecar)
+    return outputs if sidecar is None else (*outputs, recv_sidecar)
+
+
 def _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs):
-    _, handle_mem, row_idx, _, counts = outputs
+    _, handle_mem, row_idx, _, counts, *recv_sidecar = outputs
     ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
     ctx.save_for_backward(handle_mem)
-    ctx.mark_non_differentiable(handle_mem, row_idx, counts)
-    return outputs
+    ctx.mark_non_differentiable(handle_mem, row_idx, counts, *recv_sidecar)
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -120,11 +137,11 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     number, top_k, num_tokens, has_weights = ctx.layer
     (handle_mem,) = ctx.saved_tensors
     _refuse_transforms(grad_recv, grad_recv_weights)
-    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[3] else None
+    row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[4] else None
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
     )
-    return None, grad_tokens, None, None if row_weights is None else grad_weights, None
+    return None, None, grad_tokens, None, None if row_weights is None else grad_weights, None
 
 
 class _Combine(torch.autograd.Function):
@@ -152,42 +169,45 @@ def dispatch_rank_major(
     *,
     max_rows: int | None = None,
     recv_tokens: torch.Tensor | None = None,
-) -> tuple[RankMajorPlan, torch.Tensor, torch.Tensor | None]:
+    sidecar: torch.Tensor | None = None,
+) -> tuple:
     """Brings each token once to each rank that owns an expert of it. Collective, and so is its backward.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
     group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
     instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
-    returned has in its stead. Not under torch.compile.
-    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None). Weights are 0 where plan.topk_idx is -1. Rows
-    of recv_tokens at or beyond plan.counts[r] hold whatever memory held, and so do those of the gradient that
-    combine_rank_major's backward returns: leave them out of what you compute, by torch.where and plan.is_row for instance.
+    returned has in its stead. Not under torch.compile.  sidecar: [T, S], as in dispatch().
+    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too.
+    Weights are 0 where plan.topk_idx is -1. Rows at or beyond plan.counts[r] of recv_tokens and recv_sidecar hold whatever memory
+    held, and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
+    torch.where and plan.is_row for instance.
     """
     require_kind("group", group, Group)
     number = group.number
-    _require_usable(group, "tokens", tokens)
-    _require_usable(group, "topk_idx", topk_idx)
+    require_usable(group, "tokens", tokens)
+    require_usable(group, "topk_idx", topk_idx)
     if topk_weights is not None:
-        _require_usable(group, "topk_weights", topk_weights)
+        require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
+    args = number, tokens, topk_idx, topk_weights
+    bytes_ = as_bytes(group, sidecar, tokens)
     if recv_tokens is None:
-        args = number, tokens, topk_idx, topk_weights, group.max_tokens_per_rank if max_rows is None else max_rows
-        outputs = _Dispatch.apply(*args) if records else call(number, _dispatch, *args)
+        run = _Dispatch.apply if records else _run_dispatch
+        outputs = run(bytes_, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
     else:
         if torch.compiler.is_compiling():
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         require_one_size("max_rows", max_rows, recv_tokens, "M")
         _require_writable(group, "recv_tokens", recv_tokens)
-        args = number, tokens, topk_idx, topk_weights
         if records:
-            outputs = _DispatchInto.apply(*args, recv_tokens.detach())  # so the caller's own tensor gets no history
+            outputs = _DispatchInto.apply(bytes_, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
         else:
-            outputs = recv_tokens, *call(number, _dispatch_into, *args, recv_tokens)
+            outputs = _run_dispatch_into(bytes_, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
-    rows, handle_mem, row_idx, weights, counts = outputs
+    rows, handle_mem, row_idx, weights, counts, *recv_sidecar = outputs
     plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
-    return plan, rows, None if topk_weights is None else weights
+    return plan, *received((rows, weights, *recv_sidecar), topk_weights, sidecar)
 
 
 def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.Tensor:
@@ -198,7 +218,7 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
     """
     require_kind("plan", plan, RankMajorPlan)
     group, number = plan.group, plan.group.number
-    _require_usable(group, "expert_out", expert_out)
+    require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
     if _records(expert_out):
         return _Combine.apply(*args)

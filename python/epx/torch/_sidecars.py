@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sidecars: bytes that travel with each token, which the operators take and return as uint8. They have no gradient."""
+
+import torch
+
+from .._values import require_sidecar
+from ._group import call, require_usable
+
+
+def as_bytes(group, sidecar, tokens):
+    """A sidecar [T, S] of any dtype as its bytes; None for none."""
+    if sidecar is None:
+        return None
+    require_usable(group, "sidecar", sidecar)
+    # PyTorch's dtypes all have whole bytes.
+    require_sidecar(sidecar.shape, sidecar.dtype, 8 * sidecar.element_size(), tokens.shape[0], group.max_sidecar_bytes)
+    return sidecar.detach().view(torch.uint8)
+
+
+def call_with(number, op, op_with_sidecar, args, sidecar):
+    """Calls an operator, or the one that takes a sidecar too and returns what becomes of it last."""
+    return call(number, op, *args) if sidecar is None else call(number, op_with_sidecar, *args, sidecar)
+
+
+def new_sidecar(recv_tokens, sidecar):
+    """Memory for the sidecar of rows [..., H]; None for none."""
+    return None if sidecar is None else sidecar.new_empty(*recv_tokens.shape[:-1], sidecar.shape[1])
+
+
+def received(results, topk_weights, sidecar):
+    """What a dispatch returns to its caller, of (recv_tokens, recv_weights) and the bytes of recv_sidecar where there is one."""
+    rows, weights, *bytes_ = results
+    return rows, None if topk_weights is None else weights, *[each.view(sidecar.dtype) for each in bytes_]
