@@ -21,8 +21,8 @@
 #include "tests/gpu/graph.h"
 #include "tests/gpu/suite.h"
 #include "tests/gpu/trap_kernel.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
+#include "tests/support/layer_memory.h"
 
 namespace epx::test {
 namespace {
@@ -38,81 +38,58 @@ constexpr int64_t kLongMs = 60'000; // of groups that are to fail sooner
 // Owns a group and the device memory of its calls: prepare, or dispatch_rank_major with M = T and the combine behind it.
 class Round {
 public:
-  Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens)
-      : device_(*context.device), num_ranks_(context.num_ranks), num_tokens_(num_tokens) {
-    epx_group_config config;
-    check_ok(epx_group_config_init(&config), "epx_group_config_init");
+  Round(const RankContext& context, int64_t timeout_ms, int num_tokens = kAllGatherTokens) : device_(*context.device) {
+    GroupConfig config;
     config.num_experts = kExperts;
-    config.max_tokens_per_rank = num_tokens_;
+    config.max_tokens_per_rank = num_tokens;
     config.hidden_dim = kHidden;
     config.max_top_k = kTopK;
     config.max_token_dtype = EPX_BFLOAT16;
     config.transport = EPX_TRANSPORT_NCCL;
     config.timeout_ms = timeout_ms;
-    check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
-    check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
-    handle_ = device_.allocate(handle_bytes_);
-    const auto tokens = static_cast<size_t>(num_tokens_), ranks = static_cast<size_t>(num_ranks_);
+    group_ = Group(*context.bootstrap, config);
+    layer_.layer = {kTopK, 1};
+    layer_.stream = device_.stream();
+    layer_.dtype = EPX_BFLOAT16;
+    layer_.num_tokens = layer_.rows_per_source = num_tokens;
+    layer_.hidden = kHidden;
+    layer_.num_local_experts = group_.query().num_local_experts;
+    layer_.num_ranks = context.num_ranks;
+    const auto tokens = static_cast<size_t>(num_tokens), ranks = static_cast<size_t>(context.num_ranks);
     const size_t routes = tokens * kTopK, row_bytes = kHidden * sizeof(uint16_t);
-    topk_idx_ = device_.allocate(routes * sizeof(int32_t));
-    counts_ = device_.allocate(kExperts * sizeof(int32_t));
-    offsets_ = device_.allocate((kExperts + 1) * sizeof(int32_t));
-    tokens_ = device_.allocate(tokens * row_bytes);
-    recv_tokens_ = device_.allocate(ranks * tokens * row_bytes);
-    recv_topk_idx_ = device_.allocate(ranks * routes * sizeof(int32_t));
+    const size_t handle_bytes = group_.handle_mem_size(layer_.layer);
+    layer_.handle_mem = {allocate(handle_bytes), handle_bytes};
+    layer_.topk_idx = allocate(routes * sizeof(int32_t));
+    layer_.counts = allocate(kExperts * sizeof(int32_t));
+    layer_.offsets = allocate((kExperts + 1) * sizeof(int32_t));
+    layer_.tokens = layer_.out = allocate(tokens * row_bytes);
+    layer_.recv_tokens = layer_.expert_out = allocate(ranks * tokens * row_bytes);
+    layer_.recv_topk_idx = allocate(ranks * routes * sizeof(int32_t));
     const std::vector<int32_t> experts(routes, context.rank);
-    device_.write(topk_idx_, experts.data(), experts.size() * sizeof(int32_t));
-    epx_group_info info = {};
-    info.struct_size = sizeof(info);
-    check_ok(epx_group_query(group_, &info), "epx_group_query");
-    num_local_experts_ = info.num_local_experts;
+    device_.write(layer_.topk_idx, experts.data(), experts.size() * sizeof(int32_t));
   }
   Round(const Round&) = delete;
   Round& operator=(const Round&) = delete;
   ~Round() {
     destroy();
-    for (std::byte* memory : {handle_, topk_idx_, counts_, offsets_, tokens_, recv_tokens_, recv_topk_idx_})
+    for (std::byte* memory : memory_)
       device_.free(memory);
   }
 
-  epx_group group() const { return group_; }
-  void destroy() { epx_group_destroy(std::exchange(group_, nullptr)); }
+  epx_group group() const { return group_.get(); }
+  void destroy() { group_.reset(); }
 
-  epx_status prepare() {
-    const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
-    const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_local_experts_);
-    const epx_tensor offsets = epx_tensor_1d(offsets_, EPX_INT32, num_local_experts_ + 1);
-    auto args = make_args<epx_prepare_args>();
-    args.topk_idx = &topk_idx;
-    args.counts = &counts;
-    args.offsets = &offsets;
-    return epx_prepare(group_, &args);
+  epx_status prepare() { return make(EPX_OP_PREPARE, layer_); }
+  epx_status dispatch_rank_major() { return dispatch_rank_major(layer_.rows_per_source); }
+  epx_status dispatch_rank_major(int64_t max_rows) { // M
+    LayerMemory layer = layer_;
+    layer.rows_per_source = max_rows;
+    return make(EPX_OP_DISPATCH_RANK_MAJOR, layer);
   }
-
-  epx_status dispatch_rank_major() { return dispatch_rank_major(num_tokens_); }
-  epx_status dispatch_rank_major(int max_rows) { // M
-    const epx_tensor tokens = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, kHidden);
-    const epx_tensor topk_idx = epx_tensor_2d(topk_idx_, EPX_INT32, num_tokens_, kTopK);
-    const epx_tensor recv_tokens = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, max_rows, kHidden);
-    const epx_tensor recv_topk_idx = epx_tensor_3d(recv_topk_idx_, EPX_INT32, num_ranks_, max_rows, kTopK);
-    const epx_tensor counts = epx_tensor_1d(counts_, EPX_INT32, num_ranks_);
-    auto args = make_args<epx_dispatch_rank_major_args>();
-    args.tokens = &tokens;
-    args.topk_idx = &topk_idx;
-    args.recv_tokens = &recv_tokens;
-    args.recv_topk_idx = &recv_topk_idx;
-    args.counts = &counts;
-    return epx_dispatch_rank_major(group_, &args);
-  }
-
-  // Of rows of `hidden` elements.
-  epx_status combine_rank_major(int hidden) {
-    const epx_tensor expert_out = epx_tensor_3d(recv_tokens_, EPX_BFLOAT16, num_ranks_, num_tokens_, hidden);
-    const epx_tensor out = epx_tensor_2d(tokens_, EPX_BFLOAT16, num_tokens_, hidden);
-    auto args = make_args<epx_combine_rank_major_args>();
-    args.expert_out = &expert_out;
-    args.out = &out;
-    return epx_combine_rank_major(group_, &args);
+  epx_status combine_rank_major(int hidden) { // of rows of `hidden` elements
+    LayerMemory layer = layer_;
+    layer.hidden = hidden;
+    return make(EPX_OP_COMBINE_RANK_MAJOR, layer);
   }
 
   // Captures prepare, which returns `expected`, in a graph that never runs.
@@ -121,12 +98,7 @@ public:
                       [&] { check_status(prepare(), expected, "epx_prepare, while captured"); });
   }
 
-  epx_group_report report() const {
-    epx_group_report report = {};
-    report.struct_size = sizeof(report);
-    check_ok(epx_group_status(group_, &report), "epx_group_status");
-    return report;
-  }
+  epx_group_report report() const { return group_.status(); }
 
   // Waits until the kernels have ended in order, and checks that the group has failed with `status` and names `culprit`.
   epx_group_report check_failure(epx_status status, int culprit) {
@@ -142,31 +114,22 @@ public:
     device_.finish();
     const std::vector<int32_t> sent = {1, 2, 3};
     std::vector<int32_t> back(sent.size());
-    device_.write(counts_, sent.data(), sent.size() * sizeof(int32_t));
-    device_.read(back.data(), counts_, back.size() * sizeof(int32_t));
+    device_.write(layer_.counts, sent.data(), sent.size() * sizeof(int32_t));
+    device_.read(back.data(), layer_.counts, back.size() * sizeof(int32_t));
     check(back == sent, "device memory does not keep what is written to it");
   }
 
 private:
-  // The args without tensors.
-  template <typename Args>
-  Args make_args() const {
-    return make_call_args<Args>(layer_, handle_, handle_bytes_, device_.stream());
+  epx_status make(epx_operation operation, const LayerMemory& layer) { return layer.try_call(group_, operation); }
+  std::byte* allocate(size_t bytes) {
+    memory_.push_back(device_.allocate(bytes));
+    return memory_.back();
   }
 
   Device& device_;
-  int num_ranks_, num_tokens_;
-  epx_group group_ = nullptr;
-  epx_layer layer_ = {kTopK, 1};
-  size_t handle_bytes_ = 0;
-  int num_local_experts_ = 0;
-  std::byte* handle_ = nullptr;
-  std::byte* topk_idx_ = nullptr;
-  std::byte* counts_ = nullptr;
-  std::byte* offsets_ = nullptr;
-  std::byte* tokens_ = nullptr;
-  std::byte* recv_tokens_ = nullptr;
-  std::byte* recv_topk_idx_ = nullptr;
+  Group group_;
+  LayerMemory layer_;
+  std::vector<std::byte*> memory_;
 };
 
 // Runs `what` and checks that it took no less than `least` and no more than `most` milliseconds.

@@ -254,7 +254,7 @@ void test_refused_beside_capture(const RankContext& context) {
   const auto check_refused = [&](cudaStream_t stream, void (ResidentLayer::*call)()) {
     try {
       call_on(stream, call);
-    } catch (const CheckFailure& refusal) {
+    } catch (const Error& refusal) {
       check(contains(refusal.what(), "captured"), "\"{}\" does not name the capture", refusal.what());
       return;
     }

@@ -8,7 +8,6 @@
 
 #include "base/dtypes.h"
 #include "tests/gpu/compare_kernel.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/values.h"
@@ -45,67 +44,80 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte*
 }
 
 void ResidentLayer::allocate_on_device() {
-  for (Memory& memory : memories_)
+  for (Memory& memory : memories_) {
     if (memory.data == nullptr) memory.data = device_.allocate(std::max<size_t>(memory.bytes, 1));
+    if (memory.tensor != nullptr) *memory.tensor = memory.data;
+  }
+  rank_major_memory_.topk_idx = layer_memory_.topk_idx;
+  layer_memory_.handle_mem = {memories_[kHandle].data, memories_[kHandle].bytes};
+  rank_major_memory_.handle_mem = {memories_[kRowHandle].data, memories_[kRowHandle].bytes};
 }
 
 void ResidentLayer::lay_out() {
-  epx_layer_ = {layer_.top_k, layer_.alignment};
-  num_tokens_ = group_.shape().max_tokens;
-  recv_rows_ = recv_capacity(group_.shape());
   const GroupCase& shape = group_.shape();
+  const int64_t num_tokens = shape.max_tokens, recv_rows = recv_capacity(shape);
   const bool is_rank_major = layer_.rank_major == RankMajorRows::max_tokens;
-  rows_per_source_ = is_rank_major ? std::min(num_tokens_, recv_rows_ / (int64_t{shape.num_ranks} * layer_.top_k)) : 0;
-  stream_ = device_.stream();
+  LayerMemory &major = layer_memory_, &rank_major = rank_major_memory_;
+  major.layer = {layer_.top_k, layer_.alignment};
+  major.stream = device_.stream();
+  major.dtype = layer_.dtype;
+  major.index_dtype = EPX_INT64;
+  major.num_tokens = num_tokens;
+  major.hidden = layer_.hidden;
+  major.num_rows = recv_rows;
+  major.num_local_experts = group_.info().num_local_experts;
+  rank_major = major;
+  rank_major.layer.alignment = 0;
+  rank_major.num_ranks = shape.num_ranks;
+  rank_major.rows_per_source =
+      is_rank_major ? std::min(num_tokens, recv_rows / (int64_t{shape.num_ranks} * layer_.top_k)) : 0;
   memories_.resize(kNumMemories);
-  size_t handle_bytes = 0;
-  check_ok(epx_handle_mem_size(group_.handle(), &epx_layer_, &handle_bytes), "epx_handle_mem_size");
+  const size_t handle_bytes = group_.view().handle_mem_size(major.layer);
   const auto row = static_cast<size_t>(row_bytes(layer_.dtype, layer_.hidden));
-  const auto tokens = static_cast<size_t>(num_tokens_), slots = static_cast<size_t>(recv_rows_);
+  const auto tokens = static_cast<size_t>(num_tokens), slots = static_cast<size_t>(recv_rows);
   const size_t routes = tokens * static_cast<size_t>(layer_.top_k);
-  const auto experts = static_cast<size_t>(group_.info().num_local_experts);
-  const auto allocate = [&](size_t memory, size_t bytes, bool is_input) {
-    memories_[memory].bytes = bytes;
-    memories_[memory].is_input = is_input;
+  const auto experts = static_cast<size_t>(major.num_local_experts);
+  const auto add = [&](size_t memory, std::byte** tensor, size_t bytes, bool is_input) {
+    memories_[memory] = {.bytes = bytes, .is_input = is_input, .tensor = tensor};
   };
-  allocate(kTopkIdx, routes * sizeof(int64_t), true);
-  allocate(kTokens, tokens * row, true);
-  allocate(kTopkWeights, routes * sizeof(float), true);
-  allocate(kExpertOut, slots * row, true);
-  allocate(kCombineWeights, slots * sizeof(float), true);
-  allocate(kGradOut, tokens * row, true);
-  allocate(kBwdExpertOut, slots * row, true);
-  allocate(kBwdWeights, slots * sizeof(float), true);
-  allocate(kGradRecv, slots * row, true);
-  allocate(kGradRecvWeightsIn, slots * sizeof(float), true);
-  allocate(kHandle, handle_bytes, false);
-  allocate(kCounts, experts * sizeof(int32_t), false);
-  allocate(kOffsets, (experts + 1) * sizeof(int32_t), false);
-  allocate(kRecvTokens, slots * row, false);
-  allocate(kRecvWeights, slots * sizeof(float), false);
-  allocate(kOut, tokens * row, false);
-  allocate(kGradExpertOut, slots * row, false);
-  allocate(kGradRecvWeights, slots * sizeof(float), false);
-  allocate(kGradTokens, tokens * row, false);
-  allocate(kGradTopkWeights, routes * sizeof(float), false);
-  const auto source_rows = static_cast<size_t>(shape.num_ranks * rows_per_source_);
+  add(kTopkIdx, &major.topk_idx, routes * sizeof(int64_t), true);
+  add(kTokens, &major.tokens, tokens * row, true);
+  add(kTopkWeights, &major.topk_weights, routes * sizeof(float), true);
+  add(kExpertOut, &major.expert_out, slots * row, true);
+  add(kCombineWeights, &major.expert_weights, slots * sizeof(float), true);
+  add(kGradOut, &major.grad_out, tokens * row, true);
+  add(kBwdExpertOut, &major.bwd_expert_out, slots * row, true);
+  add(kBwdWeights, &major.bwd_weights, slots * sizeof(float), true);
+  add(kGradRecv, &major.grad_recv, slots * row, true);
+  add(kGradRecvWeightsIn, &major.grad_weights, slots * sizeof(float), true);
+  add(kHandle, nullptr, handle_bytes, false);
+  add(kCounts, &major.counts, experts * sizeof(int32_t), false);
+  add(kOffsets, &major.offsets, (experts + 1) * sizeof(int32_t), false);
+  add(kRecvTokens, &major.recv_tokens, slots * row, false);
+  add(kRecvWeights, &major.recv_weights, slots * sizeof(float), false);
+  add(kOut, &major.out, tokens * row, false);
+  add(kGradExpertOut, &major.grad_expert_out, slots * row, false);
+  add(kGradRecvWeights, &major.grad_recv_weights, slots * sizeof(float), false);
+  add(kGradTokens, &major.grad_tokens, tokens * row, false);
+  add(kGradTopkWeights, &major.grad_topk_weights, routes * sizeof(float), false);
+  const auto source_rows = static_cast<size_t>(shape.num_ranks * rank_major.rows_per_source);
   const size_t row_routes = source_rows * static_cast<size_t>(layer_.top_k);
   const auto of_sums = [&](size_t bytes) { return is_rank_major && sums_rank_major() ? bytes : 0; };
-  allocate(kRowTokens, is_rank_major ? tokens * row : 0, true);
-  allocate(kRowTopkWeights, is_rank_major ? routes * sizeof(float) : 0, true);
-  allocate(kRowGradOut, is_rank_major ? tokens * row : 0, true);
-  allocate(kRowExpertOut, of_sums(source_rows * row), true);
-  allocate(kGradRowsIn, of_sums(source_rows * row), true);
-  allocate(kGradRowWeightsIn, of_sums(row_routes * sizeof(float)), true);
-  allocate(kRowHandle, handle_bytes, false);
-  allocate(kRecvRows, source_rows * row, false);
-  allocate(kRecvRowIdx, row_routes * sizeof(int64_t), false);
-  allocate(kRecvRowWeights, row_routes * sizeof(float), false);
-  allocate(kSourceCounts, static_cast<size_t>(shape.num_ranks) * sizeof(int32_t), false);
-  allocate(kRowOut, of_sums(tokens * row), false);
-  allocate(kGradRows, source_rows * row, false);
-  allocate(kRowGradTokens, of_sums(tokens * row), false);
-  allocate(kRowGradTopkWeights, of_sums(routes * sizeof(float)), false);
+  add(kRowTokens, &rank_major.tokens, is_rank_major ? tokens * row : 0, true);
+  add(kRowTopkWeights, &rank_major.topk_weights, is_rank_major ? routes * sizeof(float) : 0, true);
+  add(kRowGradOut, &rank_major.grad_out, is_rank_major ? tokens * row : 0, true);
+  add(kRowExpertOut, &rank_major.expert_out, of_sums(source_rows * row), true);
+  add(kGradRowsIn, &rank_major.grad_recv, of_sums(source_rows * row), true);
+  add(kGradRowWeightsIn, &rank_major.grad_weights, of_sums(row_routes * sizeof(float)), true);
+  add(kRowHandle, nullptr, handle_bytes, false);
+  add(kRecvRows, &rank_major.recv_tokens, source_rows * row, false);
+  add(kRecvRowIdx, &rank_major.recv_topk_idx, row_routes * sizeof(int64_t), false);
+  add(kRecvRowWeights, &rank_major.recv_weights, row_routes * sizeof(float), false);
+  add(kSourceCounts, &rank_major.counts, static_cast<size_t>(shape.num_ranks) * sizeof(int32_t), false);
+  add(kRowOut, &rank_major.out, of_sums(tokens * row), false);
+  add(kGradRows, &rank_major.grad_expert_out, source_rows * row, false);
+  add(kRowGradTokens, &rank_major.grad_tokens, of_sums(tokens * row), false);
+  add(kRowGradTopkWeights, &rank_major.grad_topk_weights, of_sums(routes * sizeof(float)), false);
 }
 
 ResidentLayer::~ResidentLayer() {
@@ -133,7 +145,7 @@ void ResidentLayer::write(const Workload& work) {
   write_input(kGradRecv, work.dispatch_bwd.grad_recv[rank].bytes);
   write_input(kGradRecvWeightsIn, work.dispatch_bwd.grad_recv_weights[rank]);
   if (work.rank_major) {
-    check_equal(work.rank_major->rows_per_source, rows_per_source_, "M");
+    check_equal(work.rank_major->rows_per_source, rank_major_memory_.rows_per_source, "M");
     write_input(kRowTokens, work.rank_major->dispatch.tokens[rank].bytes);
     write_input(kRowTopkWeights, work.rank_major->dispatch.topk_weights[rank]);
     write_input(kRowGradOut, work.rank_major->combine_bwd.grad_out[rank].bytes);
@@ -150,72 +162,6 @@ void ResidentLayer::write(const Workload& work) {
   }
 }
 
-epx_tensor ResidentLayer::rows(size_t memory, int64_t count) const {
-  return epx_tensor_2d(memories_[memory].data, layer_.dtype, count, layer_.hidden);
-}
-epx_tensor ResidentLayer::floats(size_t memory, int64_t count, int64_t per_row) const {
-  return per_row == 0 ? epx_tensor_1d(memories_[memory].data, EPX_FLOAT32, count)
-                      : epx_tensor_2d(memories_[memory].data, EPX_FLOAT32, count, per_row);
-}
-
-template <typename Args>
-Args ResidentLayer::make_args() const {
-  return make_call_args<Args>(epx_layer_, memories_[kHandle].data, memories_[kHandle].bytes, stream_);
-}
-
-void ResidentLayer::prepare() {
-  const int num_local_experts = group_.info().num_local_experts;
-  const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
-  const epx_tensor counts = epx_tensor_1d(memories_[kCounts].data, EPX_INT32, num_local_experts);
-  const epx_tensor offsets = epx_tensor_1d(memories_[kOffsets].data, EPX_INT32, num_local_experts + 1);
-  auto prepare = make_args<epx_prepare_args>();
-  prepare.topk_idx = &topk_idx;
-  prepare.counts = &counts;
-  prepare.offsets = &offsets;
-  check_ok(epx_prepare(group_.handle(), &prepare), "epx_prepare");
-}
-
-void ResidentLayer::dispatch() {
-  const epx_tensor tokens = rows(kTokens, num_tokens_), recv_tokens = rows(kRecvTokens, recv_rows_);
-  const epx_tensor topk_weights = floats(kTopkWeights, num_tokens_, layer_.top_k);
-  const epx_tensor recv_weights = floats(kRecvWeights, recv_rows_, 0);
-  auto dispatch = make_args<epx_dispatch_args>();
-  dispatch.tokens = &tokens;
-  dispatch.topk_weights = &topk_weights;
-  dispatch.recv_tokens = &recv_tokens;
-  dispatch.recv_weights = &recv_weights;
-  check_ok(epx_dispatch(group_.handle(), &dispatch), "epx_dispatch");
-}
-
-void ResidentLayer::prepare_dispatch() {
-  const int num_local_experts = group_.info().num_local_experts;
-  const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
-  const epx_tensor counts = epx_tensor_1d(memories_[kCounts].data, EPX_INT32, num_local_experts);
-  const epx_tensor offsets = epx_tensor_1d(memories_[kOffsets].data, EPX_INT32, num_local_experts + 1);
-  const epx_tensor tokens = rows(kTokens, num_tokens_), recv_tokens = rows(kRecvTokens, recv_rows_);
-  const epx_tensor topk_weights = floats(kTopkWeights, num_tokens_, layer_.top_k);
-  const epx_tensor recv_weights = floats(kRecvWeights, recv_rows_, 0);
-  auto call = make_args<epx_prepare_dispatch_args>();
-  call.topk_idx = &topk_idx;
-  call.counts = &counts;
-  call.offsets = &offsets;
-  call.tokens = &tokens;
-  call.topk_weights = &topk_weights;
-  call.recv_tokens = &recv_tokens;
-  call.recv_weights = &recv_weights;
-  check_ok(epx_prepare_dispatch(group_.handle(), &call), "epx_prepare_dispatch");
-}
-
-void ResidentLayer::combine() {
-  const epx_tensor expert_out = rows(kExpertOut, recv_rows_), out = rows(kOut, num_tokens_);
-  const epx_tensor combine_weights = floats(kCombineWeights, recv_rows_, 0);
-  auto combine = make_args<epx_combine_args>();
-  combine.expert_out = &expert_out;
-  combine.recv_weights = &combine_weights;
-  combine.out = &out;
-  check_ok(epx_combine(group_.handle(), &combine), "epx_combine");
-}
-
 void ResidentLayer::forward() {
   prepare();
   dispatch();
@@ -225,94 +171,6 @@ void ResidentLayer::forward() {
 void ResidentLayer::backward() {
   combine_bwd();
   dispatch_bwd();
-}
-
-void ResidentLayer::combine_bwd() {
-  const epx_tensor grad_out = rows(kGradOut, num_tokens_), expert_out = rows(kBwdExpertOut, recv_rows_);
-  const epx_tensor weights = floats(kBwdWeights, recv_rows_, 0);
-  const epx_tensor grad_expert_out = rows(kGradExpertOut, recv_rows_);
-  const epx_tensor grad_weights = floats(kGradRecvWeights, recv_rows_, 0);
-  auto combine_bwd = make_args<epx_combine_bwd_args>();
-  combine_bwd.grad_out = &grad_out;
-  combine_bwd.expert_out = &expert_out;
-  combine_bwd.recv_weights = &weights;
-  combine_bwd.grad_expert_out = &grad_expert_out;
-  combine_bwd.grad_recv_weights = &grad_weights;
-  check_ok(epx_combine_bwd(group_.handle(), &combine_bwd), "epx_combine_bwd");
-}
-
-void ResidentLayer::dispatch_bwd() {
-  const epx_tensor grad_recv = rows(kGradRecv, recv_rows_), grad_tokens = rows(kGradTokens, num_tokens_);
-  const epx_tensor grad_recv_weights = floats(kGradRecvWeightsIn, recv_rows_, 0);
-  const epx_tensor grad_topk_weights = floats(kGradTopkWeights, num_tokens_, layer_.top_k);
-  auto dispatch_bwd = make_args<epx_dispatch_bwd_args>();
-  dispatch_bwd.grad_recv = &grad_recv;
-  dispatch_bwd.grad_recv_weights = &grad_recv_weights;
-  dispatch_bwd.grad_tokens = &grad_tokens;
-  dispatch_bwd.grad_topk_weights = &grad_topk_weights;
-  check_ok(epx_dispatch_bwd(group_.handle(), &dispatch_bwd), "epx_dispatch_bwd");
-}
-
-template <typename Args>
-Args ResidentLayer::make_rank_major_args() const {
-  auto args = make_args<Args>();
-  args.layer.alignment = 0;
-  args.handle_mem = memories_[kRowHandle].data;
-  return args;
-}
-
-epx_tensor ResidentLayer::rank_major_rows(size_t memory) const {
-  return epx_tensor_3d(memories_[memory].data, layer_.dtype, group_.shape().num_ranks, rows_per_source_, layer_.hidden);
-}
-epx_tensor ResidentLayer::rank_major_routes(size_t memory, epx_dtype dtype) const {
-  return epx_tensor_3d(memories_[memory].data, dtype, group_.shape().num_ranks, rows_per_source_, layer_.top_k);
-}
-
-void ResidentLayer::dispatch_rank_major() {
-  const epx_tensor tokens = rows(kRowTokens, num_tokens_);
-  const epx_tensor topk_idx = epx_tensor_2d(memories_[kTopkIdx].data, EPX_INT64, num_tokens_, layer_.top_k);
-  const epx_tensor topk_weights = floats(kRowTopkWeights, num_tokens_, layer_.top_k);
-  const epx_tensor recv_tokens = rank_major_rows(kRecvRows);
-  const epx_tensor recv_topk_idx = rank_major_routes(kRecvRowIdx, EPX_INT64);
-  const epx_tensor recv_weights = rank_major_routes(kRecvRowWeights, EPX_FLOAT32);
-  const epx_tensor counts = epx_tensor_1d(memories_[kSourceCounts].data, EPX_INT32, group_.shape().num_ranks);
-  auto dispatch = make_rank_major_args<epx_dispatch_rank_major_args>();
-  dispatch.tokens = &tokens;
-  dispatch.topk_idx = &topk_idx;
-  dispatch.topk_weights = &topk_weights;
-  dispatch.recv_tokens = &recv_tokens;
-  dispatch.recv_topk_idx = &recv_topk_idx;
-  dispatch.recv_weights = &recv_weights;
-  dispatch.counts = &counts;
-  check_ok(epx_dispatch_rank_major(group_.handle(), &dispatch), "epx_dispatch_rank_major");
-}
-
-void ResidentLayer::combine_rank_major() {
-  const epx_tensor expert_out = rank_major_rows(kRowExpertOut), out = rows(kRowOut, num_tokens_);
-  auto combine = make_rank_major_args<epx_combine_rank_major_args>();
-  combine.expert_out = &expert_out;
-  combine.out = &out;
-  check_ok(epx_combine_rank_major(group_.handle(), &combine), "epx_combine_rank_major");
-}
-
-void ResidentLayer::combine_rank_major_bwd() {
-  const epx_tensor grad_out = rows(kRowGradOut, num_tokens_), grad_expert_out = rank_major_rows(kGradRows);
-  auto combine_bwd = make_rank_major_args<epx_combine_rank_major_bwd_args>();
-  combine_bwd.grad_out = &grad_out;
-  combine_bwd.grad_expert_out = &grad_expert_out;
-  check_ok(epx_combine_rank_major_bwd(group_.handle(), &combine_bwd), "epx_combine_rank_major_bwd");
-}
-
-void ResidentLayer::dispatch_rank_major_bwd() {
-  const epx_tensor grad_recv = rank_major_rows(kGradRowsIn), grad_tokens = rows(kRowGradTokens, num_tokens_);
-  const epx_tensor grad_recv_weights = rank_major_routes(kGradRowWeightsIn, EPX_FLOAT32);
-  const epx_tensor grad_topk_weights = floats(kRowGradTopkWeights, num_tokens_, layer_.top_k);
-  auto dispatch_bwd = make_rank_major_args<epx_dispatch_rank_major_bwd_args>();
-  dispatch_bwd.grad_recv = &grad_recv;
-  dispatch_bwd.grad_recv_weights = &grad_recv_weights;
-  dispatch_bwd.grad_tokens = &grad_tokens;
-  dispatch_bwd.grad_topk_weights = &grad_topk_weights;
-  check_ok(epx_dispatch_rank_major_bwd(group_.handle(), &dispatch_bwd), "epx_dispatch_rank_major_bwd");
 }
 
 void ResidentLayer::rank_major() {

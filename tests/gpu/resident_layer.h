@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/support/group_run.h"
+#include "tests/support/layer_memory.h"
 #include "tests/support/workload.h"
 
 namespace epx::test {
@@ -28,21 +29,21 @@ public:
   void write(const Workload& work);
 
   // Sets the stream of the calls below; until then it is the device's.
-  void set_stream(epx_stream stream) { stream_ = stream; }
+  void set_stream(epx_stream stream) { layer_memory_.stream = rank_major_memory_.stream = stream; }
 
   // These are asynchronous on the stream.
-  void prepare();
-  void dispatch();
-  void prepare_dispatch(); // what the two before do
-  void combine();
-  void forward();  // the three above
+  void prepare() { layer_memory_.call(group_.view(), EPX_OP_PREPARE); }
+  void dispatch() { layer_memory_.call(group_.view(), EPX_OP_DISPATCH); }
+  void prepare_dispatch() { layer_memory_.call(group_.view(), EPX_OP_PREPARE_DISPATCH); } // what the two before do
+  void combine() { layer_memory_.call(group_.view(), EPX_OP_COMBINE); }
+  void forward();  // prepare, dispatch and combine
   void backward(); // the two below
-  void combine_bwd();
-  void dispatch_bwd();
-  void dispatch_rank_major();
-  void combine_rank_major();
-  void combine_rank_major_bwd();
-  void dispatch_rank_major_bwd();
+  void combine_bwd() { layer_memory_.call(group_.view(), EPX_OP_COMBINE_BWD); }
+  void dispatch_bwd() { layer_memory_.call(group_.view(), EPX_OP_DISPATCH_BWD); }
+  void dispatch_rank_major() { rank_major_memory_.call(group_.view(), EPX_OP_DISPATCH_RANK_MAJOR); }
+  void combine_rank_major() { rank_major_memory_.call(group_.view(), EPX_OP_COMBINE_RANK_MAJOR); }
+  void combine_rank_major_bwd() { rank_major_memory_.call(group_.view(), EPX_OP_COMBINE_RANK_MAJOR_BWD); }
+  void dispatch_rank_major_bwd() { rank_major_memory_.call(group_.view(), EPX_OP_DISPATCH_RANK_MAJOR_BWD); }
   void rank_major(); // these four, if the layer makes them; in precision exact the first and the third
 
   // ---- For runs without a check on the host; all are asynchronous but snapshot() ----
@@ -70,19 +71,12 @@ private:
     std::byte* data = nullptr;
     size_t bytes = 0;
     bool is_input = false;
+    std::byte** tensor = nullptr;                    // of a LayerMemory
     enum { device, group, borrowed } owner = device; // group: from epx_mem_alloc
   };
   void lay_out();
-  void allocate_on_device();
-  epx_tensor rows(size_t memory, int64_t count) const;
-  epx_tensor floats(size_t memory, int64_t count, int64_t per_row) const;
+  void allocate_on_device(); // what has no memory yet
   std::vector<std::byte> read(size_t memory) const;
-  template <typename Args>
-  Args make_args() const;
-  template <typename Args>
-  Args make_rank_major_args() const;
-  epx_tensor rank_major_rows(size_t memory) const;
-  epx_tensor rank_major_routes(size_t memory, epx_dtype dtype) const;
   bool sums_rank_major() const { return group_.shape().precision == EPX_COMBINE_WIRE; }
 
   enum : size_t {
@@ -128,11 +122,7 @@ private:
   Device& device_; // outlives the group
   int rank_;
   LayerCase layer_;
-  epx_layer epx_layer_;
-  int64_t num_tokens_;
-  int64_t recv_rows_;
-  int64_t rows_per_source_; // M
-  epx_stream stream_;
+  LayerMemory layer_memory_, rank_major_memory_;
   std::vector<Memory> memories_;
 };
 

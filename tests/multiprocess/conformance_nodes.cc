@@ -15,8 +15,8 @@
 #include "runtime/reference/reference.h"
 #include "tests/multiprocess/conformance.h"
 #include "tests/multiprocess/fault_rank.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
+#include "tests/support/layer_memory.h"
 
 namespace epx::test {
 
@@ -67,19 +67,27 @@ public:
     shape.transport = device_.transport();
     if (has_fixed_rail_tokens) shape.fixed_rail_tokens = shape.max_tokens;
     num_ranks_ = context.num_ranks;
-    const epx_group_config config = make_config(shape);
-    check_ok(epx_group_create(context.bootstrap, &config, &group_), "epx_group_create");
-    check_ok(epx_handle_mem_size(group_, &layer_, &handle_bytes_), "epx_handle_mem_size");
-    handle_ = device_.allocate(handle_bytes_);
+    group_ = Group(*context.bootstrap, make_config(shape));
     for (std::byte*& memory : memory_)
       memory = device_.allocate(kTensorBytes);
-    ranks_per_node_ = GroupView(group_).query().ranks_per_node;
+    layer_.layer = {1, 1};
+    const size_t handle_bytes = group_.handle_mem_size(layer_.layer);
+    layer_.handle_mem = {device_.allocate(handle_bytes), handle_bytes};
+    layer_.stream = device_.stream();
+    layer_.num_tokens = layer_.num_rows = num_ranks_;
+    layer_.hidden = kHidden;
+    layer_.num_local_experts = 1;
+    layer_.topk_idx = layer_.grad_out = memory_[0];
+    layer_.counts = layer_.expert_out = memory_[1];
+    layer_.offsets = layer_.bwd_weights = memory_[2];
+    layer_.out = layer_.grad_expert_out = memory_[3];
+    ranks_per_node_ = group_.query().ranks_per_node;
   }
   OneRouteEach(const OneRouteEach&) = delete;
   OneRouteEach& operator=(const OneRouteEach&) = delete;
   ~OneRouteEach() {
-    epx_group_destroy(group_);
-    device_.free(handle_);
+    group_.reset();
+    device_.free(layer_.handle_mem.data());
     for (std::byte* memory : memory_)
       device_.free(memory);
   }
@@ -90,24 +98,16 @@ public:
     std::vector<int32_t> experts(static_cast<size_t>(num_ranks_));
     std::iota(experts.begin(), experts.end(), 0);
     write(0, experts);
-    const epx_tensor topk_idx = epx_tensor_2d(memory_[0], EPX_INT32, num_ranks_, 1);
-    const epx_tensor counts = epx_tensor_1d(memory_[1], EPX_INT32, 1);
-    const epx_tensor offsets = epx_tensor_1d(memory_[2], EPX_INT32, 2);
-    auto args = make_args<epx_prepare_args>();
-    args.topk_idx = &topk_idx;
-    args.counts = &counts;
-    args.offsets = &offsets;
-    check_ok(epx_prepare(group_, &args), "epx_prepare");
-    device_.finish();
+    make(EPX_OP_PREPARE);
   }
 
   // Prepares twice. A rank that uses the earlier handle memory has another plan than its peers from then on.
   void prepare_with_earlier_handle(bool uses_earlier) {
     prepare();
-    std::vector<std::byte> earlier(handle_bytes_);
-    device_.read(earlier.data(), handle_, earlier.size());
+    std::vector<std::byte> earlier(layer_.handle_mem.size());
+    device_.read(earlier.data(), layer_.handle_mem.data(), earlier.size());
     prepare();
-    if (uses_earlier) device_.write(handle_, earlier.data(), earlier.size());
+    if (uses_earlier) device_.write(layer_.handle_mem.data(), earlier.data(), earlier.size());
   }
 
   // Each gradient is 1, each weight is `weight`, and the products are with rows of `weight`.
@@ -118,30 +118,12 @@ public:
     write(2, std::vector<float>(static_cast<size_t>(num_ranks_), weight));
     for (const int out : {3, 4})
       write(out, std::vector<float>(elements, 7.0f));
-    const epx_tensor grad_out = epx_tensor_2d(memory_[0], EPX_FLOAT32, num_ranks_, kHidden);
-    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
-    const epx_tensor recv_weights = epx_tensor_1d(memory_[2], EPX_FLOAT32, num_ranks_);
-    const epx_tensor grad_expert_out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
-    const epx_tensor grad_recv_weights = epx_tensor_1d(memory_[4], EPX_FLOAT32, num_ranks_);
-    auto args = make_args<epx_combine_bwd_args>();
-    args.grad_out = &grad_out;
-    args.expert_out = has_products ? &expert_out : nullptr;
-    args.recv_weights = &recv_weights;
-    args.grad_expert_out = &grad_expert_out;
-    args.grad_recv_weights = has_products ? &grad_recv_weights : nullptr;
-    check_ok(epx_combine_bwd(group_, &args), "epx_combine_bwd");
-    device_.finish();
+    layer_.bwd_expert_out = has_products ? memory_[1] : nullptr;
+    layer_.grad_recv_weights = has_products ? memory_[4] : nullptr;
+    make(EPX_OP_COMBINE_BWD);
   }
-  void combine() {
-    const epx_tensor expert_out = epx_tensor_2d(memory_[1], EPX_FLOAT32, num_ranks_, kHidden);
-    const epx_tensor out = epx_tensor_2d(memory_[3], EPX_FLOAT32, num_ranks_, kHidden);
-    auto args = make_args<epx_combine_args>();
-    args.expert_out = &expert_out;
-    args.out = &out;
-    check_ok(epx_combine(group_, &args), "epx_combine");
-    device_.finish();
-  }
-  uint64_t num_mismatches() const { return GroupView(group_).status().event_counts[EPX_EVENT_HANDLE_MISMATCH]; }
+  void combine() { make(EPX_OP_COMBINE); }
+  uint64_t num_mismatches() const { return group_.status().event_counts[EPX_EVENT_HANDLE_MISMATCH]; }
   // Compares bits, which tell +0 from -0.
   void check_gradient(int source, float expected, bool has_products) const {
     std::vector<float> row(kHidden);
@@ -162,9 +144,9 @@ private:
   static constexpr int kHidden = 8;
   static constexpr size_t kTensorBytes = 1 << 12;
 
-  template <typename Args>
-  Args make_args() const {
-    return make_call_args<Args>(layer_, handle_, handle_bytes_, device_.stream());
+  void make(epx_operation operation) {
+    layer_.call(group_, operation);
+    device_.finish();
   }
   template <typename T>
   void write(int which, const std::vector<T>& values) {
@@ -175,10 +157,8 @@ private:
   Device& device_;
   int num_ranks_;
   int ranks_per_node_;
-  epx_group group_ = nullptr;
-  epx_layer layer_ = {1, 1};
-  size_t handle_bytes_ = 0;
-  std::byte* handle_ = nullptr;
+  Group group_;
+  LayerMemory layer_;
   std::array<std::byte*, 5> memory_{};
 };
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tests/multiprocess/conformance.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
+#include "tests/support/layer_memory.h"
 
 namespace epx::test {
 
@@ -55,7 +55,7 @@ public:
   ~Array() {
     if (data_ != nullptr) device_->free(data_);
   }
-  void* data() const { return data_; }
+  std::byte* data() const { return data_; }
   size_t bytes() const { return host_.size() * sizeof(T); }
   std::vector<T>& host() { return host_; }
   void upload() { device_->write(data_, host_.data(), bytes()); }
@@ -95,8 +95,7 @@ public:
   Pace(const RankContext& context, epx_combine_precision precision)
       : shape_(pace_group(context.num_ranks, precision)), group_(context, shape_), device_(*context.device),
         rng_(mix(5, static_cast<uint64_t>(context.rank))) {
-    size_t handle_bytes = 0;
-    check_ok(epx_handle_mem_size(group_.handle(), &layer_, &handle_bytes), "epx_handle_mem_size");
+    const size_t handle_bytes = group_.view().handle_mem_size({kTopK, 2});
     for (int round = 0; round < kRounds; ++round) {
       rounds_.emplace_back(device_, shape_, handle_bytes);
       Round& data = rounds_.back();
@@ -124,41 +123,20 @@ public:
   void prepare(int round) {
     maybe_be_late();
     Round& data = rounds_[static_cast<size_t>(round)];
-    const int64_t num_experts = group_.info().num_local_experts;
-    const epx_tensor topk_idx = epx_tensor_2d(data.topk_idx.data(), EPX_INT32, kTokens, kTopK);
-    const epx_tensor counts = epx_tensor_1d(data.counts.data(), EPX_INT32, num_experts);
-    const epx_tensor offsets = epx_tensor_1d(data.offsets.data(), EPX_INT32, num_experts + 1);
-    const epx_tensor global_counts = epx_tensor_2d(data.global_counts.data(), EPX_INT32, shape_.num_ranks, kExperts);
-    const epx_tensor slot_origin = epx_tensor_2d(data.slot_origin.data(), EPX_INT32, recv_capacity(shape_), 3);
-    auto args = make_args<epx_prepare_args>(data);
-    args.topk_idx = &topk_idx;
-    args.counts = &counts;
-    args.offsets = &offsets;
-    args.global_counts = &global_counts;
-    args.slot_origin = &slot_origin;
-    check_ok(epx_prepare(group_.handle(), &args), "epx_prepare");
+    PrepareArgs args = tensors_of(data).prepare();
+    args.global_counts = {data.global_counts.data(), EPX_INT32, {shape_.num_ranks, kExperts}};
+    args.slot_origin = {data.slot_origin.data(), EPX_INT32, {recv_capacity(shape_), 3}};
+    group_.view().prepare(args);
   }
 
   void dispatch(int round) {
     maybe_be_late();
-    Round& data = rounds_[static_cast<size_t>(round)];
-    const epx_tensor tokens = epx_tensor_2d(data.tokens.data(), EPX_FLOAT32, kTokens, kHidden);
-    const epx_tensor recv = rows_of(data);
-    auto args = make_args<epx_dispatch_args>(data);
-    args.tokens = &tokens;
-    args.recv_tokens = &recv;
-    check_ok(epx_dispatch(group_.handle(), &args), "epx_dispatch");
+    tensors_of(rounds_[static_cast<size_t>(round)]).call(group_.view(), EPX_OP_DISPATCH);
   }
 
   void combine(int round) { // the experts are the identity
     maybe_be_late();
-    Round& data = rounds_[static_cast<size_t>(round)];
-    const epx_tensor expert_out = rows_of(data);
-    const epx_tensor out = epx_tensor_2d(data.out.data(), EPX_FLOAT32, kTokens, kHidden);
-    auto args = make_args<epx_combine_args>(data);
-    args.expert_out = &expert_out;
-    args.out = &out;
-    check_ok(epx_combine(group_.handle(), &args), "epx_combine");
+    tensors_of(rounds_[static_cast<size_t>(round)]).call(group_.view(), EPX_OP_COMBINE);
     if (shared_rows_ == nullptr) return;
     device_.finish();
     device_.write(shared_rows_, garbage_.data(), garbage_.size() * sizeof(float)); // no rank reads these rows any more
@@ -174,14 +152,21 @@ public:
   }
 
 private:
-  template <typename Args>
-  Args make_args(const Round& data) const {
-    return make_call_args<Args>(layer_, data.handle.data(), data.handle.bytes(), device_.stream());
-  }
-
-  epx_tensor rows_of(const Round& data) const {
-    void* rows = shared_rows_ != nullptr ? shared_rows_ : data.recv.data();
-    return epx_tensor_2d(rows, EPX_FLOAT32, recv_capacity(shape_), kHidden);
+  LayerMemory tensors_of(const Round& data) const {
+    LayerMemory layer{.layer = {kTopK, 2},
+                      .handle_mem = {data.handle.data(), data.handle.bytes()},
+                      .stream = device_.stream(),
+                      .num_tokens = kTokens,
+                      .hidden = kHidden,
+                      .num_rows = recv_capacity(shape_),
+                      .num_local_experts = group_.info().num_local_experts};
+    layer.topk_idx = data.topk_idx.data();
+    layer.counts = data.counts.data();
+    layer.offsets = data.offsets.data();
+    layer.tokens = data.tokens.data();
+    layer.recv_tokens = layer.expert_out = shared_rows_ != nullptr ? shared_rows_ : data.recv.data();
+    layer.out = data.out.data();
+    return layer;
   }
 
   void maybe_be_late() {
@@ -233,7 +218,6 @@ private:
   GroupRun group_;
   Device& device_;
   Rng rng_;
-  epx_layer layer_ = {kTopK, 2};
   std::vector<Round> rounds_;
   std::byte* shared_rows_ = nullptr;
   std::vector<float> garbage_;

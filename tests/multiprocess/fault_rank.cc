@@ -3,7 +3,6 @@
 
 #include <chrono>
 
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -51,8 +50,8 @@ FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*u
   const epx_group_config config = make_config(shape);
   created_ = epx_group_create(context.bootstrap, &config, &group_);
   if (created_ != EPX_SUCCESS) return;
-  const epx_layer largest = {shape.max_top_k, shape.max_alignment};
-  check_ok(epx_handle_mem_size(group_, &largest, &handle_bytes_), "epx_handle_mem_size");
+  handle_bytes_ = GroupView(group_).handle_mem_size({shape.max_top_k, shape.max_alignment});
+  num_local_experts_ = GroupView(group_).query().num_local_experts;
   check(handle_bytes_ <= kTensorBytes, "handle memory takes {} bytes", handle_bytes_);
   const std::vector<std::byte> zeros(kTensorBytes);
   for (int i = 0; i < kNumTensors; ++i) {
@@ -82,170 +81,47 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
   epx_status status = EPX_ERROR_INTERNAL;
   void* memory = nullptr;
   std::vector<int> records(static_cast<size_t>(num_ranks_));
-  switch (operation) {
-  case EPX_OP_PREPARE:
-    status = call_prepare(terms);
-    break;
-  case EPX_OP_DISPATCH:
-    status = call_dispatch(terms);
-    break;
-  case EPX_OP_PREPARE_DISPATCH:
-    status = call_prepare_dispatch(terms);
-    break;
-  case EPX_OP_COMBINE:
-    status = call_combine(terms);
-    break;
-  case EPX_OP_COMBINE_BWD:
-    status = call_combine_bwd(terms);
-    break;
-  case EPX_OP_DISPATCH_BWD:
-    status = call_dispatch_bwd(terms);
-    break;
-  case EPX_OP_DISPATCH_RANK_MAJOR:
-    status = call_dispatch_rank_major(terms);
-    break;
-  case EPX_OP_MEM_ALLOC:
+  if (operation == EPX_OP_MEM_ALLOC)
     status = epx_mem_alloc(group_, 4096, &memory);
-    break;
-  case EPX_OP_ALL_GATHER:
+  else if (operation == EPX_OP_ALL_GATHER)
     status = epx_group_all_gather(group_, &num_ranks_, records.data(), sizeof(num_ranks_));
-    break;
-  default:
-    fail_check("no such call");
-  }
+  else
+    status = layer(operation, terms).try_call(group_, operation);
   device_.finish();
   return status;
 }
 
-template <typename Args>
-Args FaultRank::make_args(const CallFields& terms) {
-  return make_call_args<Args>({terms.top_k, terms.alignment}, memory_[kHandle], handle_bytes_, device_.stream());
-}
-
-epx_tensor FaultRank::rows(int64_t count, const CallFields& terms, int which) {
-  return epx_tensor_2d(memory_[static_cast<size_t>(which)], terms.dtype, count, terms.hidden);
-}
-
-epx_tensor FaultRank::floats(int64_t count, int64_t per_row, int which) {
-  std::byte* data = memory_[static_cast<size_t>(which)];
-  return per_row == 0 ? epx_tensor_1d(data, EPX_FLOAT32, count) : epx_tensor_2d(data, EPX_FLOAT32, count, per_row);
-}
-
-epx_status FaultRank::call_prepare(const CallFields& terms) {
-  epx_group_info info = {};
-  info.struct_size = sizeof(info);
-  check_ok(epx_group_query(group_, &info), "epx_group_query");
-  auto args = make_args<epx_prepare_args>(terms);
-  std::byte* integers = memory_[kIntegers];
-  const epx_tensor topk_idx = epx_tensor_2d(integers, EPX_INT32, kTokens, terms.top_k); // zeros: all to expert 0
-  const epx_tensor counts = epx_tensor_1d(integers + 1024, EPX_INT32, info.num_local_experts);
-  const epx_tensor offsets = epx_tensor_1d(integers + 2048, EPX_INT32, info.num_local_experts + 1);
-  args.topk_idx = &topk_idx;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  return epx_prepare(group_, &args);
-}
-
-epx_status FaultRank::call_dispatch(const CallFields& terms) {
-  auto args = make_args<epx_dispatch_args>(terms);
-  epx_tensor tokens = rows(kTokens, terms, kTokenRows);
-  epx_tensor recv_tokens = rows(kRecvRows, terms, kSlotRows);
-  const epx_tensor topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
-  const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
-  if (terms.sidecar_bytes > 0) {
-    tokens.sidecar = memory_[kIntegers] + 4096;
-    recv_tokens.sidecar = memory_[kOtherRows];
-    tokens.sidecar_row_bytes = recv_tokens.sidecar_row_bytes = terms.sidecar_bytes;
+LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) const {
+  const bool is_rank_major = operation == EPX_OP_DISPATCH_RANK_MAJOR;
+  LayerMemory layer{.layer = {terms.top_k, is_rank_major ? 1 : terms.alignment},
+                    .handle_mem = {memory_[kHandle], handle_bytes_},
+                    .stream = device_.stream(),
+                    .dtype = terms.dtype,
+                    .num_tokens = kTokens,
+                    .hidden = terms.hidden,
+                    .num_rows = kRecvRows,
+                    .num_local_experts = num_local_experts_,
+                    .num_ranks = num_ranks_,
+                    .rows_per_source = terms.rows_per_source,
+                    .sidecar_bytes = terms.sidecar_bytes};
+  layer.topk_idx = memory_[kIntegers]; // zeros: all to expert 0
+  layer.counts = is_rank_major ? memory_[kOtherFloats] : memory_[kIntegers] + 1024;
+  layer.offsets = memory_[kIntegers] + 2048;
+  layer.sidecar = memory_[kIntegers] + 4096;
+  layer.recv_sidecar = layer.recv_topk_idx = layer.grad_expert_out = memory_[kOtherRows];
+  layer.tokens = layer.out = layer.grad_out = layer.grad_tokens = memory_[kTokenRows];
+  layer.recv_tokens = layer.expert_out = layer.grad_recv = memory_[kSlotRows];
+  if (terms.weights) {
+    layer.topk_weights = memory_[kTokenFloats];
+    layer.recv_weights = layer.expert_weights = layer.bwd_weights = memory_[kSlotFloats];
   }
-  args.tokens = &tokens;
-  args.recv_tokens = &recv_tokens;
-  args.topk_weights = terms.weights ? &topk_weights : nullptr;
-  args.recv_weights = terms.weights ? &recv_weights : nullptr;
-  return epx_dispatch(group_, &args);
-}
-
-epx_status FaultRank::call_prepare_dispatch(const CallFields& terms) {
-  epx_group_info info = {};
-  info.struct_size = sizeof(info);
-  check_ok(epx_group_query(group_, &info), "epx_group_query");
-  auto args = make_args<epx_prepare_dispatch_args>(terms);
-  std::byte* integers = memory_[kIntegers];
-  const epx_tensor topk_idx = epx_tensor_2d(integers, EPX_INT32, kTokens, terms.top_k); // zeros: all to expert 0
-  const epx_tensor counts = epx_tensor_1d(integers + 1024, EPX_INT32, info.num_local_experts);
-  const epx_tensor offsets = epx_tensor_1d(integers + 2048, EPX_INT32, info.num_local_experts + 1);
-  const epx_tensor tokens = rows(kTokens, terms, kTokenRows), recv_tokens = rows(kRecvRows, terms, kSlotRows);
-  const epx_tensor topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
-  const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
-  args.topk_idx = &topk_idx;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  args.tokens = &tokens;
-  args.topk_weights = terms.weights ? &topk_weights : nullptr;
-  args.recv_tokens = &recv_tokens;
-  args.recv_weights = terms.weights ? &recv_weights : nullptr;
-  return epx_prepare_dispatch(group_, &args);
-}
-
-epx_status FaultRank::call_combine(const CallFields& terms) {
-  auto args = make_args<epx_combine_args>(terms);
-  const epx_tensor expert_out = rows(kRecvRows, terms, kSlotRows);
-  const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
-  const epx_tensor out = rows(kTokens, terms, kTokenRows);
-  args.expert_out = &expert_out;
-  args.recv_weights = terms.weights ? &recv_weights : nullptr;
-  args.out = &out;
-  return epx_combine(group_, &args);
-}
-
-epx_status FaultRank::call_combine_bwd(const CallFields& terms) {
-  auto args = make_args<epx_combine_bwd_args>(terms);
-  const epx_tensor grad_out = rows(kTokens, terms, kTokenRows);
-  const epx_tensor expert_out = rows(kRecvRows, terms, kSlotRows);
-  const epx_tensor recv_weights = floats(kRecvRows, 0, kSlotFloats);
-  const epx_tensor grad_expert_out = rows(kRecvRows, terms, kOtherRows);
-  const epx_tensor grad_recv_weights = floats(kRecvRows, 0, kOtherFloats);
-  args.grad_out = &grad_out;
-  args.expert_out = terms.grads ? &expert_out : nullptr;
-  args.recv_weights = terms.weights ? &recv_weights : nullptr;
-  args.grad_expert_out = &grad_expert_out;
-  args.grad_recv_weights = terms.grads ? &grad_recv_weights : nullptr;
-  return epx_combine_bwd(group_, &args);
-}
-
-epx_status FaultRank::call_dispatch_bwd(const CallFields& terms) {
-  auto args = make_args<epx_dispatch_bwd_args>(terms);
-  const epx_tensor grad_recv = rows(kRecvRows, terms, kSlotRows);
-  const epx_tensor grad_recv_weights = floats(kRecvRows, 0, kSlotFloats);
-  const epx_tensor grad_tokens = rows(kTokens, terms, kTokenRows);
-  const epx_tensor grad_topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
-  args.grad_recv = &grad_recv;
-  args.grad_recv_weights = terms.grads ? &grad_recv_weights : nullptr;
-  args.grad_tokens = &grad_tokens;
-  args.grad_topk_weights = terms.grads ? &grad_topk_weights : nullptr;
-  return epx_dispatch_bwd(group_, &args);
-}
-
-epx_status FaultRank::call_dispatch_rank_major(const CallFields& terms) {
-  auto args = make_args<epx_dispatch_rank_major_args>(terms);
-  args.layer.alignment = 1;
-  const epx_tensor tokens = rows(kTokens, terms, kTokenRows);
-  const epx_tensor topk_idx = epx_tensor_2d(memory_[kIntegers], EPX_INT32, kTokens, terms.top_k);
-  const epx_tensor topk_weights = floats(kTokens, terms.top_k, kTokenFloats);
-  const epx_tensor recv_tokens =
-      epx_tensor_3d(memory_[kSlotRows], terms.dtype, num_ranks_, terms.rows_per_source, terms.hidden);
-  const epx_tensor recv_topk_idx =
-      epx_tensor_3d(memory_[kOtherRows], EPX_INT32, num_ranks_, terms.rows_per_source, terms.top_k);
-  const epx_tensor recv_weights =
-      epx_tensor_3d(memory_[kSlotFloats], EPX_FLOAT32, num_ranks_, terms.rows_per_source, terms.top_k);
-  const epx_tensor counts = epx_tensor_1d(memory_[kOtherFloats], EPX_INT32, num_ranks_);
-  args.tokens = &tokens;
-  args.topk_idx = &topk_idx;
-  args.topk_weights = terms.weights ? &topk_weights : nullptr;
-  args.recv_tokens = &recv_tokens;
-  args.recv_topk_idx = &recv_topk_idx;
-  args.recv_weights = terms.weights ? &recv_weights : nullptr;
-  args.counts = &counts;
-  return epx_dispatch_rank_major(group_, &args);
+  if (terms.grads) {
+    layer.bwd_expert_out = memory_[kSlotRows];
+    layer.grad_recv_weights = memory_[kOtherFloats];
+    layer.grad_weights = memory_[kSlotFloats];
+    layer.grad_topk_weights = memory_[kTokenFloats];
+  }
+  return layer;
 }
 
 const char* operation_name(epx_operation operation) {

@@ -10,6 +10,7 @@
 
 #include "epx/epx.h"
 #include "tests/support/group_run.h"
+#include "tests/support/layer_memory.h"
 
 namespace epx::test {
 
@@ -44,18 +45,7 @@ public:
   void prepare(); // the group's first call, which must succeed
 
 private:
-  epx_status call_prepare(const CallFields& terms);
-  epx_status call_dispatch(const CallFields& terms);
-  epx_status call_prepare_dispatch(const CallFields& terms);
-  epx_status call_combine(const CallFields& terms);
-  epx_status call_combine_bwd(const CallFields& terms);
-  epx_status call_dispatch_bwd(const CallFields& terms);
-  epx_status call_dispatch_rank_major(const CallFields& terms);
-
-  template <typename Args>
-  Args make_args(const CallFields& terms);
-  epx_tensor rows(int64_t count, const CallFields& terms, int which);
-  epx_tensor floats(int64_t count, int64_t per_row, int which);
+  LayerMemory layer(epx_operation operation, const CallFields& terms) const;
 
   int num_ranks_;
   Device& device_;
@@ -63,6 +53,7 @@ private:
   epx_status created_ = EPX_ERROR_INTERNAL;
   std::vector<std::byte*> memory_; // several tensors, large enough for any fields
   size_t handle_bytes_ = 0;
+  int64_t num_local_experts_ = 0;
 };
 
 // These fields of the report of a failed group are compared; a field that is not set is not.

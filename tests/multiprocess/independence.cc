@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "base/dtypes.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/group_run.h"
@@ -91,64 +90,59 @@ public:
 private:
   template <typename Args>
   Args make_args(CallBuffers& buffers) {
-    return make_call_args<Args>(layer_, buffers.input("handle memory", handle_, 16), handle_.size(),
-                                group_.device().stream());
+    return {.layer = layer_,
+            .handle_mem = {static_cast<const std::byte*>(buffers.input("handle memory", handle_, 16)), handle_.size()},
+            .stream = group_.device().stream()};
   }
   CallBuffers buffers() { return {group_.device(), group_.arenas(), Placement::random, rng_}; }
 
-  epx_tensor token_rows(void* data) const { return epx_tensor_2d(data, problem_.dtype, tokens_, problem_.hidden); }
-  epx_tensor slot_rows(void* data) const { return epx_tensor_2d(data, problem_.dtype, rows_, problem_.hidden); }
-  epx_tensor slot_floats(void* data) const { return epx_tensor_1d(data, EPX_FLOAT32, rows_); }
-  epx_tensor route_floats(void* data) const { return epx_tensor_2d(data, EPX_FLOAT32, tokens_, problem_.top_k); }
-  size_t route_bytes() const { return static_cast<size_t>(tokens_ * problem_.top_k) * sizeof(float); }
-  size_t token_bytes() const { return static_cast<size_t>(tokens_ * row_bytes_); }
-  size_t slot_bytes() const { return static_cast<size_t>(rows_ * row_bytes_); }
+  Shape token_rows() const { return {tokens_, problem_.hidden}; }
+  Shape slot_rows() const { return {rows_, problem_.hidden}; }
+  Shape routes() const { return {tokens_, problem_.top_k}; }
+  static Tensor output(CallBuffers& to, const char* name, epx_dtype dtype, Shape shape) {
+    const auto size = static_cast<size_t>(reference::element_size(dtype));
+    return {to.output(name, static_cast<size_t>(shape.num_elements()) * size, size), dtype, shape};
+  }
+  static ConstTensor input(CallBuffers& to, const char* name, epx_dtype dtype, Shape shape,
+                           std::span<const std::byte> bytes) {
+    return {to.input(name, bytes, static_cast<size_t>(reference::element_size(dtype))), dtype, shape};
+  }
 
-  void finish(CallBuffers& used, epx_status status, const char* call) {
-    check_ok(status, call);
+  void finish(CallBuffers& used) {
     group_.count_call();
     used.check_surroundings();
   }
 
   void prepare() {
     CallBuffers used = buffers();
-    size_t handle_bytes = 0;
-    check_ok(epx_handle_mem_size(group_.handle(), &layer_, &handle_bytes), "epx_handle_mem_size");
-    const auto num_experts = static_cast<size_t>(group_.info().num_local_experts);
+    const size_t handle_bytes = group_.view().handle_mem_size(layer_);
+    const int64_t num_experts = group_.info().num_local_experts;
     const auto indices = part_of(problem_.topk_idx, first_, tokens_, problem_.top_k);
-    const epx_tensor topk_idx = epx_tensor_2d(used.input("topk_idx", indices, 4), EPX_INT32, tokens_, problem_.top_k);
-    auto args = make_call_args<epx_prepare_args>(layer_, used.output("handle memory", handle_bytes, 16), handle_bytes,
-                                                 group_.device().stream());
-    const epx_tensor counts =
-        epx_tensor_1d(used.output("counts", num_experts * 4, 4), EPX_INT32, group_.info().num_local_experts);
-    const epx_tensor offsets =
-        epx_tensor_1d(used.output("offsets", (num_experts + 1) * 4, 4), EPX_INT32, group_.info().num_local_experts + 1);
-    args.topk_idx = &topk_idx;
-    args.counts = &counts;
-    args.offsets = &offsets;
-    finish(used, epx_prepare(group_.handle(), &args), "epx_prepare");
+    PrepareArgs args{.layer = layer_, .stream = group_.device().stream()};
+    args.topk_idx = {used.input("topk_idx", indices, 4), EPX_INT32, routes()};
+    args.handle_mem = {static_cast<std::byte*>(used.output("handle memory", handle_bytes, 16)), handle_bytes};
+    args.counts = {used.output("counts", static_cast<size_t>(num_experts) * 4, 4), EPX_INT32, num_experts};
+    args.offsets = {used.output("offsets", static_cast<size_t>(num_experts + 1) * 4, 4), EPX_INT32, num_experts + 1};
+    group_.view().prepare(args);
+    finish(used);
     handle_ = used.read_output(0);
     const Bytes read = used.read_output(2);
-    offsets_.resize(num_experts + 1);
+    offsets_.resize(static_cast<size_t>(num_experts) + 1);
     std::memcpy(offsets_.data(), read.data(), read.size());
     rows_ = offsets_.back();
   }
 
   Bytes dispatch() {
     CallBuffers used = buffers();
-    auto args = make_args<epx_dispatch_args>(used);
-    const auto size = static_cast<size_t>(reference::element_size(problem_.dtype));
-    const epx_tensor tokens =
-        token_rows(used.input("tokens", part_of(problem_.tokens.bytes, first_, tokens_, row_bytes_), size));
-    const epx_tensor weights =
-        route_floats(used.input("weights", part_of(problem_.weights, first_, tokens_, problem_.top_k), 4));
-    const epx_tensor recv_tokens = slot_rows(used.output("recv_tokens", slot_bytes(), size));
-    const epx_tensor recv_weights = slot_floats(used.output("recv_weights", static_cast<size_t>(rows_) * 4, 4));
-    args.tokens = &tokens;
-    args.topk_weights = &weights;
-    args.recv_tokens = &recv_tokens;
-    args.recv_weights = &recv_weights;
-    finish(used, epx_dispatch(group_.handle(), &args), "epx_dispatch");
+    auto args = make_args<DispatchArgs>(used);
+    args.tokens =
+        input(used, "tokens", problem_.dtype, token_rows(), part_of(problem_.tokens.bytes, first_, tokens_, row_bytes_));
+    args.topk_weights =
+        input(used, "weights", EPX_FLOAT32, routes(), part_of(problem_.weights, first_, tokens_, problem_.top_k));
+    args.recv_tokens = output(used, "recv_tokens", problem_.dtype, slot_rows());
+    args.recv_weights = output(used, "recv_weights", EPX_FLOAT32, rows_);
+    group_.view().dispatch(args);
+    finish(used);
     recv_weights_ = used.read_output(1);
     return used.read_output(0);
   }
@@ -167,50 +161,41 @@ private:
     return matrix.bytes;
   }
 
-  Bytes combine(const Bytes& expert_out_bytes) {
+  Bytes combine(const Bytes& expert_out) {
     CallBuffers used = buffers();
-    auto args = make_args<epx_combine_args>(used);
-    const epx_tensor expert_out = slot_rows(used.input("expert_out", expert_out_bytes, 4));
-    const epx_tensor recv_weights = slot_floats(used.input("recv_weights", recv_weights_, 4));
-    const epx_tensor out = token_rows(used.output("out", token_bytes(), 4));
-    args.expert_out = &expert_out;
-    args.recv_weights = &recv_weights;
-    args.out = &out;
-    finish(used, epx_combine(group_.handle(), &args), "epx_combine");
+    auto args = make_args<CombineArgs>(used);
+    args.expert_out = input(used, "expert_out", problem_.dtype, slot_rows(), expert_out);
+    args.recv_weights = input(used, "recv_weights", EPX_FLOAT32, rows_, recv_weights_);
+    args.out = output(used, "out", problem_.dtype, token_rows());
+    group_.view().combine(args);
+    finish(used);
     return used.read_output(0);
   }
 
-  Bytes combine_bwd(const Bytes& expert_out_bytes) {
+  Bytes combine_bwd(const Bytes& expert_out) {
     CallBuffers used = buffers();
-    auto args = make_args<epx_combine_bwd_args>(used);
-    const epx_tensor grad_out =
-        token_rows(used.input("grad_out", part_of(problem_.grad_out.bytes, first_, tokens_, row_bytes_), 4));
-    const epx_tensor expert_out = slot_rows(used.input("expert_out", expert_out_bytes, 4));
-    const epx_tensor recv_weights = slot_floats(used.input("recv_weights", recv_weights_, 4));
-    const epx_tensor grad_expert_out = slot_rows(used.output("grad_expert_out", slot_bytes(), 4));
-    const epx_tensor grad_recv_weights = slot_floats(used.output("grad_recv_weights", static_cast<size_t>(rows_) * 4, 4));
-    args.grad_out = &grad_out;
-    args.expert_out = &expert_out;
-    args.recv_weights = &recv_weights;
-    args.grad_expert_out = &grad_expert_out;
-    args.grad_recv_weights = &grad_recv_weights;
-    finish(used, epx_combine_bwd(group_.handle(), &args), "epx_combine_bwd");
+    auto args = make_args<CombineBwdArgs>(used);
+    args.grad_out = input(used, "grad_out", problem_.dtype, token_rows(),
+                          part_of(problem_.grad_out.bytes, first_, tokens_, row_bytes_));
+    args.expert_out = input(used, "expert_out", problem_.dtype, slot_rows(), expert_out);
+    args.recv_weights = input(used, "recv_weights", EPX_FLOAT32, rows_, recv_weights_);
+    args.grad_expert_out = output(used, "grad_expert_out", problem_.dtype, slot_rows());
+    args.grad_recv_weights = output(used, "grad_recv_weights", EPX_FLOAT32, rows_);
+    group_.view().combine_bwd(args);
+    finish(used);
     grad_recv_weights_ = used.read_output(1);
     return used.read_output(0);
   }
 
-  void dispatch_bwd(const Bytes& grad_recv_bytes, GlobalResult& result) {
+  void dispatch_bwd(const Bytes& grad_recv, GlobalResult& result) {
     CallBuffers used = buffers();
-    auto args = make_args<epx_dispatch_bwd_args>(used);
-    const epx_tensor grad_recv = slot_rows(used.input("grad_recv", grad_recv_bytes, 4));
-    const epx_tensor grad_recv_weights = slot_floats(used.input("grad_recv_weights", grad_recv_weights_, 4));
-    const epx_tensor grad_tokens = token_rows(used.output("grad_tokens", token_bytes(), 4));
-    const epx_tensor grad_topk_weights = route_floats(used.output("grad_topk_weights", route_bytes(), 4));
-    args.grad_recv = &grad_recv;
-    args.grad_recv_weights = &grad_recv_weights;
-    args.grad_tokens = &grad_tokens;
-    args.grad_topk_weights = &grad_topk_weights;
-    finish(used, epx_dispatch_bwd(group_.handle(), &args), "epx_dispatch_bwd");
+    auto args = make_args<DispatchBwdArgs>(used);
+    args.grad_recv = input(used, "grad_recv", problem_.dtype, slot_rows(), grad_recv);
+    args.grad_recv_weights = input(used, "grad_recv_weights", EPX_FLOAT32, rows_, grad_recv_weights_);
+    args.grad_tokens = output(used, "grad_tokens", problem_.dtype, token_rows());
+    args.grad_topk_weights = output(used, "grad_topk_weights", EPX_FLOAT32, routes());
+    group_.view().dispatch_bwd(args);
+    finish(used);
     store_part(result.grad_tokens, used.read_output(0), row_bytes_);
     store_part(result.grad_topk_weights, used.read_output(1), problem_.top_k * static_cast<int64_t>(sizeof(float)));
   }
@@ -225,7 +210,7 @@ private:
   int64_t tokens_; // T
   int64_t row_bytes_;
   Rng rng_;
-  epx_layer layer_;
+  Layer layer_;
   Bytes handle_;
   std::vector<int32_t> offsets_;
   int64_t rows_ = 0; // N

@@ -13,8 +13,8 @@
 
 #include "base/dtypes.h"
 #include "tests/support/address_sanitizer.h"
-#include "tests/support/call_args.h"
 #include "tests/support/check.h"
+#include "tests/support/layer_memory.h"
 #include "tests/support/rng.h"
 #include "tests/support/values.h"
 
@@ -153,27 +153,16 @@ private:
   void watch_guards();
   void read_all();
   void write_handle() { device_.write(at(kHandle), image_of(kHandle).data(), places_[kHandle].bytes); }
-  epx_tensor rows(Tensor tensor, int64_t count) const { return epx_tensor_2d(at(tensor), kDtype, count, hidden_); }
-  epx_tensor weights(Tensor tensor, int64_t count) const { return epx_tensor_1d(at(tensor), EPX_FLOAT32, count); }
   bool is_rank_major() const { return rows_per_source_ >= 0; }
-  epx_tensor rank_major(Tensor tensor, epx_dtype dtype, int64_t last) const {
-    return epx_tensor_3d(at(tensor), dtype, group_.shape().num_ranks, rows_per_source_, last);
-  }
-  void prepare_expert_major();
-  void prepare_rank_major();
-  void move_rank_major(int movement);
-  template <typename Args>
-  Args make_args() const {
-    return make_call_args<Args>(layer_, at(kHandle), places_[kHandle].bytes, device_.stream());
-  }
+  LayerMemory tensors() const;
+  void make(epx_operation operation);
   void clear_outputs();
-  void finish(epx_status status);
 
   GroupRun& group_;
   Device& device_;
   DamageCounts& counts_;
   std::byte* memory_;
-  epx_layer layer_{};
+  Layer layer_;
   bool weighted_, has_sidecar_;
   int64_t hidden_, num_tokens_, num_rows_;
   int64_t rows_per_source_ = -1; // M of a rank-major layer
@@ -226,7 +215,7 @@ void DamagedLayer::lay_out() {
   bytes[kRowWeights] = bytes[kRecvWeights] = slots * per_row * sizeof(float);
   bytes[kRecvTopkIdx] = is_rank_major() ? slots * per_row * sizeof(int32_t) : 0;
   bytes[kRecvSidecar] = has_sidecar_ ? slots * kMaxSidecarBytes : 0;
-  check_ok(epx_handle_mem_size(group_.handle(), &layer_, &bytes[kHandle]), "epx_handle_mem_size");
+  bytes[kHandle] = group_.view().handle_mem_size(layer_);
   bytes[kCounts] = (is_rank_major() ? static_cast<size_t>(group_.shape().num_ranks) : experts) * sizeof(int32_t);
   bytes[kOffsets] = (experts + 1) * sizeof(int32_t);
   size_t end = kTensorGuardBytes;
@@ -259,10 +248,7 @@ void DamagedLayer::fill_in(Rng& rng) {
 void DamagedLayer::prepare() {
   std::fill(image_of(kHandle).begin(), image_of(kHandle).end(), kScribble);
   write_handle();
-  if (is_rank_major())
-    prepare_rank_major();
-  else
-    prepare_expert_major();
+  make(is_rank_major() ? EPX_OP_DISPATCH_RANK_MAJOR : EPX_OP_PREPARE);
   const auto handle = image_of(kHandle);
   device_.read(handle.data(), at(kHandle), handle.size());
   good_handle_.assign(handle.begin(), handle.end());
@@ -272,61 +258,46 @@ void DamagedLayer::prepare() {
   watch_guards();
 }
 
-void DamagedLayer::prepare_rank_major() {
-  const epx_tensor tokens = rows(kTokens, num_tokens_);
-  const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
-  const epx_tensor recv_tokens = rank_major(kRecvTokens, kDtype, hidden_);
-  const epx_tensor recv_topk_idx = rank_major(kRecvTopkIdx, EPX_INT32, layer_.top_k);
-  const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, group_.shape().num_ranks);
-  auto args = make_args<epx_dispatch_rank_major_args>();
-  args.tokens = &tokens;
-  args.topk_idx = &topk_idx;
-  args.recv_tokens = &recv_tokens;
-  args.recv_topk_idx = &recv_topk_idx;
-  args.counts = &counts;
-  finish(epx_dispatch_rank_major(group_.handle(), &args));
-}
-
-// As move(): a scatter where that makes one.
-void DamagedLayer::move_rank_major(int movement) {
-  const epx_tensor tokens_in = rows(kTokens, num_tokens_), tokens_out = rows(kOut, num_tokens_);
-  const epx_tensor rows_in = rank_major(kRows, kDtype, hidden_);
-  if (movement % 2 == 0) {
-    const epx_tensor rows_out = rank_major(kRecvTokens, kDtype, hidden_);
-    auto args = make_args<epx_combine_rank_major_bwd_args>();
-    args.grad_out = &tokens_in;
-    args.grad_expert_out = &rows_out;
-    finish(epx_combine_rank_major_bwd(group_.handle(), &args));
-  } else if (movement == 1) {
-    auto args = make_args<epx_combine_rank_major_args>();
-    args.expert_out = &rows_in;
-    args.out = &tokens_out;
-    finish(epx_combine_rank_major(group_.handle(), &args));
-  } else {
-    const epx_tensor weights_in = rank_major(kRowWeights, EPX_FLOAT32, layer_.top_k);
-    const epx_tensor weights_out = epx_tensor_2d(at(kOutWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
-    auto args = make_args<epx_dispatch_rank_major_bwd_args>();
-    args.grad_recv = &rows_in;
-    args.grad_recv_weights = weighted_ ? &weights_in : nullptr;
-    args.grad_tokens = &tokens_out;
-    args.grad_topk_weights = weighted_ ? &weights_out : nullptr;
-    finish(epx_dispatch_rank_major_bwd(group_.handle(), &args));
+LayerMemory DamagedLayer::tensors() const {
+  LayerMemory layer{.layer = layer_,
+                    .handle_mem = {at(kHandle), places_[kHandle].bytes},
+                    .stream = device_.stream(),
+                    .dtype = kDtype,
+                    .num_tokens = num_tokens_,
+                    .hidden = hidden_,
+                    .num_rows = num_rows_,
+                    .num_local_experts = group_.info().num_local_experts,
+                    .num_ranks = group_.shape().num_ranks,
+                    .rows_per_source = rows_per_source_};
+  layer.topk_idx = at(kTopkIdx);
+  layer.counts = at(kCounts);
+  layer.offsets = at(kOffsets);
+  layer.recv_topk_idx = at(kRecvTopkIdx);
+  layer.tokens = layer.grad_out = at(kTokens);
+  layer.recv_tokens = layer.grad_expert_out = at(kRecvTokens);
+  layer.expert_out = layer.grad_recv = at(kRows);
+  layer.out = layer.grad_tokens = at(kOut);
+  if (weighted_) {
+    layer.expert_weights = layer.bwd_weights = layer.grad_weights = at(kRowWeights);
+    layer.grad_topk_weights = at(kOutWeights);
   }
+  if (is_rank_major()) return layer; // whose dispatch carries rows alone
+  if (weighted_) {
+    layer.topk_weights = at(kTopkWeights);
+    layer.recv_weights = at(kRecvWeights);
+  }
+  if (has_sidecar_) {
+    layer.sidecar_bytes = kMaxSidecarBytes;
+    layer.sidecar = at(kSidecar);
+    layer.recv_sidecar = at(kRecvSidecar);
+    layer.bwd_expert_out = at(kRows); // has_sidecar_ serves as a random choice here
+    layer.grad_recv_weights = at(kRecvWeights);
+  }
+  return layer;
 }
 
-void DamagedLayer::prepare_expert_major() {
-  const int num_experts = group_.info().num_local_experts;
-  const epx_tensor topk_idx = epx_tensor_2d(at(kTopkIdx), EPX_INT32, num_tokens_, layer_.top_k);
-  const epx_tensor counts = epx_tensor_1d(at(kCounts), EPX_INT32, num_experts);
-  const epx_tensor offsets = epx_tensor_1d(at(kOffsets), EPX_INT32, num_experts + 1);
-  auto args = make_args<epx_prepare_args>();
-  args.topk_idx = &topk_idx;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  finish(epx_prepare(group_.handle(), &args));
-}
-
-void DamagedLayer::finish(epx_status status) {
+void DamagedLayer::make(epx_operation operation) {
+  const epx_status status = tensors().try_call(group_.view(), operation);
   device_.finish();
   const epx_group_report report = group_.view().status();
   ++counts_.calls;
@@ -341,58 +312,10 @@ void DamagedLayer::finish(epx_status status) {
 }
 
 void DamagedLayer::move(int movement) {
-  if (is_rank_major()) {
-    move_rank_major(movement);
-    return;
-  }
-  const epx_tensor tokens_in = rows(kTokens, num_tokens_), tokens_out = rows(kOut, num_tokens_);
-  const epx_tensor rows_in = rows(kRows, num_rows_), rows_out = rows(kRecvTokens, num_rows_);
-  const epx_tensor row_weights_in = weights(kRowWeights, num_rows_), row_weights_out = weights(kRecvWeights, num_rows_);
-  const epx_tensor topk_weights_in = epx_tensor_2d(at(kTopkWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
-  const epx_tensor topk_weights_out = epx_tensor_2d(at(kOutWeights), EPX_FLOAT32, num_tokens_, layer_.top_k);
-  switch (movement) {
-  case 0: {
-    auto args = make_args<epx_dispatch_args>();
-    epx_tensor tokens = tokens_in, recv_tokens = rows_out;
-    if (has_sidecar_) {
-      tokens.sidecar = at(kSidecar);
-      recv_tokens.sidecar = at(kRecvSidecar);
-      tokens.sidecar_row_bytes = recv_tokens.sidecar_row_bytes = kMaxSidecarBytes;
-    }
-    args.tokens = &tokens;
-    args.recv_tokens = &recv_tokens;
-    args.topk_weights = weighted_ ? &topk_weights_in : nullptr;
-    args.recv_weights = weighted_ ? &row_weights_out : nullptr;
-    finish(epx_dispatch(group_.handle(), &args));
-    return;
-  }
-  case 1: {
-    auto args = make_args<epx_combine_args>();
-    args.expert_out = &rows_in;
-    args.recv_weights = weighted_ ? &row_weights_in : nullptr;
-    args.out = &tokens_out;
-    finish(epx_combine(group_.handle(), &args));
-    return;
-  }
-  case 2: {
-    auto args = make_args<epx_combine_bwd_args>();
-    args.grad_out = &tokens_in;
-    args.recv_weights = weighted_ ? &row_weights_in : nullptr;
-    args.expert_out = has_sidecar_ ? &rows_in : nullptr; // has_sidecar_ serves as a random choice here
-    args.grad_recv_weights = has_sidecar_ ? &row_weights_out : nullptr;
-    args.grad_expert_out = &rows_out;
-    finish(epx_combine_bwd(group_.handle(), &args));
-    return;
-  }
-  default: {
-    auto args = make_args<epx_dispatch_bwd_args>();
-    args.grad_recv = &rows_in;
-    args.grad_tokens = &tokens_out;
-    args.grad_recv_weights = weighted_ ? &row_weights_in : nullptr;
-    args.grad_topk_weights = weighted_ ? &topk_weights_out : nullptr;
-    finish(epx_dispatch_bwd(group_.handle(), &args));
-  }
-  }
+  constexpr epx_operation kExpertMajor[] = {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD};
+  constexpr epx_operation kRankMajor[] = {EPX_OP_COMBINE_RANK_MAJOR_BWD, EPX_OP_COMBINE_RANK_MAJOR,
+                                          EPX_OP_COMBINE_RANK_MAJOR_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD};
+  make(is_rank_major() ? kRankMajor[movement] : kExpertMajor[movement]); // scatters and gathers by turns in both
 }
 
 void DamagedLayer::clear_outputs() {
