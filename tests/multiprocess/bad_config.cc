@@ -16,9 +16,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "epx/epx.h"
+#include "epx/epx.hpp"
 #include "tests/multiprocess/layer_round.h"
 #include "tests/multiprocess/sentences.h"
+#include "tests/multiprocess/with_group.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
 #include "tests/support/run_ranks.h"
@@ -36,14 +37,19 @@ void check_words(const std::vector<std::string>& words, const std::string& name)
   check_tells(epx_last_error(), words, name);
 }
 
-// Creates a group from good configs, runs a round on it, and destroys it.
+// Creates a group from good configs, and runs a round on it.
 void check_good_group(LocalRendezvous& rendezvous, int rank) {
-  const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-  const Config config = round_config();
-  epx_group group = nullptr;
-  check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
-  LayerRound(group, rank).run_all();
-  epx_group_destroy(group);
+  const Group group(rendezvous.bootstrap(rank), round_config());
+  LayerRound(group.get(), rank).run_all();
+}
+
+// Checks that no group comes of these, and that the sentence has the words.
+void check_not_created(const epx_bootstrap& bootstrap, const Config& config, epx_status status,
+                       const std::vector<std::string>& words) {
+  epx_group group = kUntouched;
+  check_status(epx_group_create(&bootstrap, &config, &group), status, "epx_group_create");
+  check_words(words, "epx_group_create");
+  check(group == kUntouched || group == nullptr, "a failed call made a group");
 }
 
 struct BadConfig {
@@ -119,14 +125,8 @@ void check_bad_config(const BadConfig& bad) {
   }
   LocalRendezvous rendezvous(kRanks);
   run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    const Config good = round_config();
-    epx_group group = kUntouched;
-    const epx_status status = epx_group_create(&bootstrap, rank == 1 ? &config : &good, &group);
-    check_status(status, bad.status, "epx_group_create");
-    check_words(bad.words, "epx_group_create");
+    check_not_created(rendezvous.bootstrap(rank), rank == 1 ? config : round_config(), bad.status, bad.words);
     if (rank == 0) check_words({"rank 1"}, "epx_group_create");
-    check(group == kUntouched || group == nullptr, "a failed call made a group");
   });
   run_threads(kRanks, [&](int rank) { check_good_group(rendezvous, rank); });
 }
@@ -146,18 +146,10 @@ TEST_CASE(
     const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     config.transport = EPX_TRANSPORT_NCCL;
-    epx_group group = kUntouched;
-    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_UNSUPPORTED, "epx_group_create");
-    check_words({"nccl", "GPU", "rank"}, "epx_group_create");
-    check(group == kUntouched || group == nullptr, "a failed call made a group");
-
+    check_not_created(bootstrap, config, EPX_ERROR_UNSUPPORTED, {"nccl", "GPU", "rank"});
     config.transport = EPX_TRANSPORT_AUTO;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
-    epx_group_info info{};
-    info.struct_size = sizeof(info);
-    check_ok(epx_group_query(group, &info), "epx_group_query");
-    check_equal(static_cast<int>(info.transport), static_cast<int>(EPX_TRANSPORT_HOST), "info.transport");
-    epx_group_destroy(group);
+    const int transport = Group(bootstrap, config).query().transport;
+    check_equal(transport, static_cast<int>(EPX_TRANSPORT_HOST), "info.transport");
   });
 }
 #endif
@@ -171,13 +163,10 @@ struct Difference {
 void check_difference(const Difference& difference, int odd, int num_ranks) {
   LocalRendezvous rendezvous(num_ranks);
   run_threads(num_ranks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     if (rank == odd) difference.change(config);
-    epx_group group = kUntouched;
-    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_MISMATCH, "epx_group_create");
-    check(group == kUntouched || group == nullptr, "a failed call made a group");
-    check_words({difference.field, "rank " + std::to_string(odd)}, "epx_group_create");
+    check_not_created(rendezvous.bootstrap(rank), config, EPX_ERROR_MISMATCH,
+                      {difference.field, "rank " + std::to_string(odd)});
     check_words(difference.values, "epx_group_create");
   });
 }
@@ -216,18 +205,13 @@ TEST_CASE("color, key, num_comm_sms and timeout_ms may differ") {
     config.key = -rank; // reverses the order
     config.num_comm_sms = rank;
     config.timeout_ms += rank;
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
-    LayerRound(group, kRanks - 1 - rank).run_all();
-    epx_group_destroy(group);
-
+    {
+      const Group group(bootstrap, config);
+      LayerRound(group.get(), kRanks - 1 - rank).run_all();
+    }
     config.color = rank;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create of two colors");
-    epx_group_info group_info{};
-    group_info.struct_size = sizeof(group_info);
-    check_ok(epx_group_query(group, &group_info), "epx_group_query");
-    check(group_info.num_ranks == 1 && group_info.rank == 0, "two colors made a group of {}", group_info.num_ranks);
-    epx_group_destroy(group);
+    const epx_group_info info = Group(bootstrap, config).query();
+    check(info.num_ranks == 1 && info.rank == 0, "two colors made a group of {}", info.num_ranks);
   });
 }
 
@@ -322,24 +306,18 @@ TEST_CASE("group creation returns the status and the message of a bootstrap that
 TEST_CASE("a rank that does not come to epx_group_create is named") {
   LocalRendezvous rendezvous(3);
   run_threads(2, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
     Config config = round_config();
     config.timeout_ms = 500;
-    epx_group group = nullptr;
-    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_TIMEOUT, "epx_group_create without rank 2");
-    check_words({"2"}, "timeout");
+    check_not_created(rendezvous.bootstrap(rank), config, EPX_ERROR_TIMEOUT, {"2"});
   });
 }
 
 TEST_CASE("a rank whose config is refused is told why, though no peer comes") {
   LocalRendezvous rendezvous(2);
-  const epx_bootstrap bootstrap = rendezvous.bootstrap(0);
   Config config = round_config();
   config.timeout_ms = 50;
   config.hidden_dim = -16;
-  epx_group group = nullptr;
-  check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
-  check_words({"hidden_dim", "-16"}, "epx_group_create");
+  check_not_created(rendezvous.bootstrap(0), config, EPX_ERROR_INVALID_ARGUMENT, {"hidden_dim", "-16"});
 }
 
 TEST_CASE("a rank whose timeout_ms is refused waits for its peers as long as ranks do by default") {
@@ -352,14 +330,10 @@ TEST_CASE("a rank whose timeout_ms is refused waits for its peers as long as ran
     *static_cast<int64_t*>(context) = timeout_ms;
     return EPX_ERROR_TIMEOUT;
   };
-  Config defaults;
-  check_ok(epx_group_config_init(&defaults), "epx_group_config_init");
   Config config = round_config();
   config.timeout_ms = -20;
-  epx_group group = nullptr;
-  check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_INVALID_ARGUMENT, "epx_group_create");
-  check_words({"timeout_ms", "-20"}, "epx_group_create");
-  CHECK(limit_ms == defaults.timeout_ms);
+  check_not_created(bootstrap, config, EPX_ERROR_INVALID_ARGUMENT, {"timeout_ms", "-20"});
+  CHECK(limit_ms == GroupConfig().timeout_ms);
 }
 
 // The environment is read once, so each value needs a process of its own; later test cases run these in such processes.
@@ -381,12 +355,8 @@ TEST_CASE("a rendezvous of more ranks than a group can have is refused") {
 
 TEST_CASE("EPX_LOG is refused" * doctest::skip()) {
   LocalRendezvous rendezvous(1);
-  const epx_bootstrap bootstrap = rendezvous.bootstrap(0);
-  const Config config = round_config();
-  epx_group group = kUntouched;
-  CHECK(epx_group_create(&bootstrap, &config, &group) == EPX_ERROR_INVALID_ARGUMENT);
-  CHECK(group == kUntouched);
-  check_words({"EPX_LOG", std::getenv("EPX_LOG"), "off, error, warn, info, debug"}, "epx_group_create");
+  check_not_created(rendezvous.bootstrap(0), round_config(), EPX_ERROR_INVALID_ARGUMENT,
+                    {"EPX_LOG", std::getenv("EPX_LOG"), "off, error, warn, info, debug"});
 }
 
 TEST_CASE("EPX_TUNING is refused" * doctest::skip()) {
@@ -461,19 +431,14 @@ TEST_CASE("a group that does not fit into memory") {
   const int64_t rows = 2 * total / kRowBytes + 1;
   config.max_tokens_per_rank = static_cast<int32_t>(rows);
   config.max_recv_tokens_per_rank = rows;
-  epx_memory_plan plan{};
-  plan.struct_size = sizeof(plan);
-  REQUIRE(epx_group_memory_plan(&config, kThreeRanks, &plan) == EPX_SUCCESS);
-  REQUIRE(plan.window_bytes > total);
+  const int64_t window_bytes = memory_plan(config, kThreeRanks).window_bytes;
+  REQUIRE(window_bytes > total);
 
   const SharedMemoryWatch watch;
   LocalRendezvous rendezvous(kThreeRanks);
   run_threads(kThreeRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    epx_group group = nullptr;
-    check_status(epx_group_create(&bootstrap, &config, &group), EPX_ERROR_OUT_OF_MEMORY, "epx_group_create");
-    check_says_free(epx_last_error(), plan.window_bytes);
-    check(group == nullptr, "a failed call made a group");
+    check_not_created(rendezvous.bootstrap(rank), config, EPX_ERROR_OUT_OF_MEMORY, {});
+    check_says_free(epx_last_error(), window_bytes);
   });
   CHECK_NOTHROW(check_nothing_left(watch));
   LocalRendezvous next(kRanks);
@@ -483,12 +448,7 @@ TEST_CASE("a group that does not fit into memory") {
 TEST_CASE("epx_mem_alloc of more than there is fails with out of memory on all ranks, and the group lives on") {
   const int64_t total = total_memory();
   const SharedMemoryWatch watch;
-  LocalRendezvous rendezvous(kRanks);
-  run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    const Config config = round_config();
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  with_group(round_config(), [&](epx_group group, int rank) {
     LayerRound round(group, rank);
     const auto wanted = static_cast<size_t>(2 * total + 4096);
     for (int i = 0; i < 2; ++i) {
@@ -503,18 +463,12 @@ TEST_CASE("epx_mem_alloc of more than there is fails with out of memory on all r
     check(epx_mem_alloc(group, std::numeric_limits<size_t>::max(), &ptr) != EPX_SUCCESS, "2^64 - 1 bytes were allocated");
     check(ptr == nullptr, "a failed call returned memory");
     round.run_all();
-    epx_group_destroy(group);
   });
   CHECK_NOTHROW(check_nothing_left(watch));
 }
 
 TEST_CASE("epx_mem_alloc of different bytes fails with both values on all ranks, and the group lives on") {
-  LocalRendezvous rendezvous(kRanks);
-  run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    const Config config = round_config();
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  with_group(round_config(), [&](epx_group group, int rank) {
     LayerRound round(group, rank);
     void* ptr = nullptr;
     check_status(epx_mem_alloc(group, rank == 0 ? 4096 : 12288, &ptr), EPX_ERROR_MISMATCH, "epx_mem_alloc");
@@ -528,40 +482,27 @@ TEST_CASE("epx_mem_alloc of different bytes fails with both values on all ranks,
     check_ok(epx_mem_free(group, ptr), "epx_mem_free");
     check_status(epx_mem_free(group, ptr), EPX_ERROR_INVALID_ARGUMENT, "twice");
     round.run_all();
-    epx_group_destroy(group);
   });
 }
 
 TEST_CASE("epx_mem_free of different allocations is out of sequence on all ranks") {
-  LocalRendezvous rendezvous(kRanks);
-  run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    const Config config = round_config();
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  with_group(round_config(), [&](epx_group group, int rank) {
     void* allocations[2] = {};
     for (void*& allocation : allocations)
       check_ok(epx_mem_alloc(group, 4096, &allocation), "epx_mem_alloc");
     check_status(epx_mem_free(group, allocations[rank]), EPX_ERROR_OUT_OF_SEQUENCE, "epx_mem_free");
     // epx_mem_free is local from now on.
     check(epx_mem_free(group, allocations[1 - rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited on a group that had ended");
-    epx_group_destroy(group);
   });
 }
 
 TEST_CASE("epx_mem_free after an abort reports it, and frees all the same") {
-  LocalRendezvous rendezvous(kRanks);
-  run_threads(kRanks, [&](int rank) {
-    const epx_bootstrap bootstrap = rendezvous.bootstrap(rank);
-    const Config config = round_config();
-    epx_group group = nullptr;
-    check_ok(epx_group_create(&bootstrap, &config, &group), "epx_group_create");
+  with_group(round_config(), [](epx_group group, int) {
     void* ptr = nullptr;
     check_ok(epx_mem_alloc(group, 4096, &ptr), "epx_mem_alloc");
     check_ok(epx_group_abort(group), "epx_group_abort");
     check_status(epx_mem_free(group, ptr), EPX_ERROR_ABORTED, "epx_mem_free");
     check_status(epx_mem_free(group, ptr), EPX_ERROR_INVALID_ARGUMENT, "a second epx_mem_free");
-    epx_group_destroy(group);
   });
 }
 

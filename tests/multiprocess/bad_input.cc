@@ -37,13 +37,11 @@ void check_refused(LayerRound& round, const Refusal& refusal) {
 TEST_CASE("a refused call changes nothing and takes no sequence number") {
   int num_cases = 0;
   with_group(round_config(), [&](epx_group group, int rank) {
-    epx_group_info group_info{};
-    group_info.struct_size = sizeof(group_info);
-    check_ok(epx_group_query(group, &group_info), "epx_group_query");
     LayerRound round(group, rank);
     round.run_all();
     // Both ranks walk the same table, and spoil their call alternately.
-    const auto table = refusals(round.num_tokens(), group_info.num_local_experts, round.num_rows(), round.handle_bytes());
+    const auto table =
+        refusals(round.num_tokens(), GroupView(group).query().num_local_experts, round.num_rows(), round.handle_bytes());
     std::string wrong;
     for (size_t i = 0; i < table.size(); ++i) {
       if (static_cast<int>(i % kRanks) == rank) {

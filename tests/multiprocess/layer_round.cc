@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 
+#include "epx/epx.hpp"
 #include "tests/support/check.h"
 #include "tests/support/values.h"
 
@@ -49,8 +50,7 @@ void check_value(float actual, float expected, const char* what, int64_t row, in
 } // namespace
 
 epx_group_config round_config() {
-  epx_group_config config;
-  check_ok(epx_group_config_init(&config), "epx_group_config_init");
+  GroupConfig config;
   config.num_experts = kExperts;
   config.max_tokens_per_rank = kMaxTokens;
   config.hidden_dim = kHiddenDim;
@@ -86,40 +86,21 @@ void set_prepare_dispatch(Calls& calls) {
 }
 
 epx_status call(Op op, const Calls& calls) {
-  const bool none = calls.without_args;
   switch (op) {
-  case Op::prepare:
-    return epx_prepare(calls.group, none ? nullptr : &calls.prepare);
-  case Op::dispatch:
-    return epx_dispatch(calls.group, none ? nullptr : &calls.dispatch);
-  case Op::combine:
-    return epx_combine(calls.group, none ? nullptr : &calls.combine);
-  case Op::combine_bwd:
-    return epx_combine_bwd(calls.group, none ? nullptr : &calls.combine_bwd);
-  case Op::dispatch_bwd:
-    return epx_dispatch_bwd(calls.group, none ? nullptr : &calls.dispatch_bwd);
-  case Op::prepare_dispatch:
-    return epx_prepare_dispatch(calls.group, none ? nullptr : &calls.prepare_dispatch);
-  case Op::dispatch_rank_major:
-    return epx_dispatch_rank_major(calls.group, none ? nullptr : &calls.dispatch_rank_major);
-  case Op::combine_rank_major:
-    return epx_combine_rank_major(calls.group, none ? nullptr : &calls.combine_rank_major);
-  case Op::combine_rank_major_bwd:
-    return epx_combine_rank_major_bwd(calls.group, none ? nullptr : &calls.combine_rank_major_bwd);
-  case Op::dispatch_rank_major_bwd:
-    return epx_dispatch_rank_major_bwd(calls.group, none ? nullptr : &calls.dispatch_rank_major_bwd);
+#define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
+  case Op::name:                                                                                                           \
+    return epx_##name(calls.group, calls.without_args ? nullptr : &calls.name);
+    EPX_OPERATIONS(EPX_TEST_CALL)
+#undef EPX_TEST_CALL
   }
   fail_check("no such operation");
 }
 
 LayerRound::LayerRound(epx_group group, int rank) : group_(group), rank_(rank), num_tokens_(4 - rank) {
-  epx_group_info group_info{};
-  group_info.struct_size = sizeof(group_info);
-  check_ok(epx_group_query(group, &group_info), "epx_group_query");
-  num_local_ = group_info.num_local_experts;
-  num_rows_ = group_info.max_recv_tokens_per_rank;
-  const epx_layer layer = {kTopK, kAlignment};
-  check_ok(epx_handle_mem_size(group, &layer, &handle_bytes_), "epx_handle_mem_size");
+  const epx_group_info info = GroupView(group).query();
+  num_local_ = info.num_local_experts;
+  num_rows_ = info.max_recv_tokens_per_rank;
+  handle_bytes_ = GroupView(group).handle_mem_size({kTopK, kAlignment});
   lay_out();
   fill_inputs();
 }
@@ -310,9 +291,7 @@ void LayerRound::run_and_check(std::initializer_list<Op> operations) {
   for (const Op op : operations)
     run(op);
   check_results();
-  epx_group_report report{};
-  report.struct_size = sizeof(report);
-  check_ok(epx_group_status(group_, &report), "epx_group_status");
+  const epx_group_report report = GroupView(group_).status();
   check(report.message[0] == '\0', "after a good round the group reports: {}", report.message);
 }
 

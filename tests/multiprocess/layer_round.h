@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/operations.h"
 #include "epx/epx.h"
 
 namespace epx::test {
@@ -33,18 +34,9 @@ epx_group_config round_config();
 
 inline constexpr int kRowsPerSource = kMaxTokens + 1; // M of the rank-major calls
 
-enum class Op {
-  prepare,
-  dispatch,
-  combine,
-  combine_bwd,
-  dispatch_bwd,
-  prepare_dispatch,
-  dispatch_rank_major,
-  combine_rank_major,
-  combine_rank_major_bwd,
-  dispatch_rank_major_bwd
-};
+#define EPX_TEST_NAME(NUMBER, name, ...) name,
+enum class Op { EPX_OPERATIONS(EPX_TEST_NAME) }; // the last four are those of the rank-major layout
+#undef EPX_TEST_NAME
 
 // Calls has the arguments of all calls, which are right until a test spoils them.
 struct Calls {

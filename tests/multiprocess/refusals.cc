@@ -2,7 +2,9 @@
 #include "tests/multiprocess/refusals.h"
 
 #include <cstddef>
+#include <utility>
 
+#include "base/operations.h"
 #include "tests/multiprocess/bytes_0_1.h"
 
 namespace epx::test {
@@ -17,17 +19,51 @@ void* one_byte_on(void* data) {
   return static_cast<std::byte*>(data) + 1;
 }
 
+// Adds refusals of one call, whose sentences name its function.
+class Table {
+public:
+  Table(std::vector<Refusal>& refusals, std::string call, Op op) : refusals_(refusals), call_(std::move(call)), op_(op) {}
+
+  void add(const std::string& name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
+    words.push_back("epx_" + call_);
+    refusals_.push_back({call_ + ": " + name, op_, std::move(spoil), std::move(words)});
+  }
+
+  // In those below `name` is how sentences name the tensor.
+
+  // A tensor of another size than `wanted` in one dimension.
+  void add_size(const std::string& name, const std::string& what, epx_tensor Calls::*tensor, int dimension, int64_t size,
+                int64_t wanted) {
+    add(name + " " + what, [=](Calls& c) { (c.*tensor).sizes[dimension] = size; }, {name, text(size), text(wanted)});
+  }
+  void add_other_dtype(const std::string& name, epx_tensor Calls::*tensor) {
+    add(name + " of another dtype", [=](Calls& c) { (c.*tensor).dtype = EPX_FLOAT16; }, {name, "float16", "bfloat16"});
+  }
+  void add_overlap(const std::string& name, epx_tensor Calls::*tensor, const std::string& other,
+                   epx_tensor Calls::*other_tensor) {
+    add(name + " in " + other, [=](Calls& c) { (c.*tensor).data = (c.*other_tensor).data; }, {name, other, "overlap"});
+  }
+
+  template <typename Args>
+  void add_common(Args Calls::*args, size_t handle_bytes);
+  void add_tensor(const std::string& name, epx_tensor Calls::*tensor);
+  void add_stray_sidecar(const std::string& name, epx_tensor Calls::*tensor);
+  void add_too_many_rows(const std::string& name, epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows);
+
+private:
+  std::vector<Refusal>& refusals_;
+  std::string call_;
+  Op op_;
+};
+
 // Adds the refusals that all calls have in common. `args` finds a call's args in a Calls.
 template <typename Args>
-void add_common(std::vector<Refusal>& table, const std::string& call, Op op, Args Calls::*args, size_t handle_bytes) {
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, op, std::move(spoil), std::move(words)});
-  };
+void Table::add_common(Args Calls::*args, size_t handle_bytes) {
   add("group NULL", [](Calls& c) { c.group = nullptr; }, {"group", "NULL"});
   add("args NULL", [](Calls& c) { c.without_args = true; }, {"args", "NULL"});
   const auto add_size = [&](const char* name, size_t size) {
     add(name, [=](Calls& c) { (c.*args).struct_size = size; },
-        {"epx_" + call + "_args.struct_size is " + text(size), text(kBytes01<Args>), text(kMaxStructBytes)});
+        {"epx_" + call_ + "_args.struct_size is " + text(size), text(kBytes01<Args>), text(kMaxStructBytes)});
   };
   add_size("struct_size 0", 0);
   add_size("struct_size below that of 0.1", kBytes01<Args> - 8);
@@ -53,12 +89,11 @@ void add_common(std::vector<Refusal>& table, const std::string& call, Op op, Arg
   add("stream on the host transport", [=](Calls& c) { (c.*args).stream = &c; }, {"stream"});
 }
 
-// Adds the refusals that all tensors have in common. `words` is how sentences name the tensor.
-void add_tensor(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
-                epx_tensor Calls::*tensor) {
+// Adds the refusals that all tensors have in common.
+void Table::add_tensor(const std::string& name, epx_tensor Calls::*tensor) {
   const auto add = [&](const char* what, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
     words.push_back(name);
-    table.push_back({call + ": " + name + " " + what, op, std::move(spoil), std::move(words)});
+    this->add(name + " " + what, std::move(spoil), std::move(words));
   };
   add("without data", [=](Calls& c) { (c.*tensor).data = nullptr; }, {"NULL"});
   add("with ndim 0", [=](Calls& c) { (c.*tensor).ndim = 0; }, {"0"});
@@ -71,407 +106,318 @@ void add_tensor(std::vector<Refusal>& table, const std::string& call, Op op, con
 }
 
 // Only dispatch's rows may have sidecars.
-void add_stray_sidecar(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
-                       epx_tensor Calls::*tensor) {
-  table.push_back({call + ": " + name + " with a sidecar",
-                   op,
-                   [=](Calls& c) {
-                     (c.*tensor).sidecar = c.tokens.sidecar;
-                     (c.*tensor).sidecar_row_bytes = kSidecarBytes;
-                   },
-                   {name, "sidecar"}});
+void Table::add_stray_sidecar(const std::string& name, epx_tensor Calls::*tensor) {
+  const auto spoil = [=](Calls& c) {
+    (c.*tensor).sidecar = c.tokens.sidecar;
+    (c.*tensor).sidecar_row_bytes = kSidecarBytes;
+  };
+  add(name + " with a sidecar", spoil, {name, "sidecar"});
 }
 
 // N rows of one element whose own bytes can be counted in 63 bits, but not those of the float32 weights that go with them;
 // and more bytes of the rows themselves than that. `token_rows` is the other side, [T, H].
-void add_too_many_rows(std::vector<Refusal>& table, const std::string& call, Op op, const std::string& name,
-                       epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows) {
-  const auto add = [&](const char* what, int64_t rows, int64_t hidden) {
-    table.push_back({call + ": " + name + " " + what,
-                     op,
-                     [=](Calls& c) {
-                       (c.*recv_rows).sizes[0] = rows;
-                       (c.*recv_rows).sizes[1] = (c.*token_rows).sizes[1] = hidden;
-                       c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
-                       c.combine.recv_weights = c.combine_bwd.recv_weights = nullptr;
-                       c.combine_bwd.expert_out = c.combine_bwd.grad_recv_weights = nullptr;
-                       c.dispatch_bwd.grad_recv_weights = c.dispatch_bwd.grad_topk_weights = nullptr;
-                     },
-                     {call, name, text(rows), "2^63 - 1"}});
+void Table::add_too_many_rows(const std::string& name, epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows) {
+  const auto add = [&](const char* what, int64_t hidden) {
+    const int64_t rows = int64_t{1} << 61;
+    const auto spoil = [=](Calls& c) {
+      (c.*recv_rows).sizes[0] = rows;
+      (c.*recv_rows).sizes[1] = (c.*token_rows).sizes[1] = hidden;
+      c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
+      c.combine.recv_weights = c.combine_bwd.recv_weights = nullptr;
+      c.combine_bwd.expert_out = c.combine_bwd.grad_recv_weights = nullptr;
+      c.dispatch_bwd.grad_recv_weights = c.dispatch_bwd.grad_topk_weights = nullptr;
+    };
+    this->add(name + " " + what, spoil, {call_, name, text(rows), "2^63 - 1"});
   };
-  add("with weights of 2^63 bytes", int64_t{1} << 61, 1);
-  add("of 2^63 bytes", int64_t{1} << 61, 2);
-  add("of 2^64 elements", int64_t{1} << 61, 8);
+  add("with weights of 2^63 bytes", 1);
+  add("of 2^63 bytes", 2);
+  add("of 2^64 elements", 8);
 }
 
-std::vector<Refusal> of_prepare(int num_tokens, int num_local, int64_t num_rows) {
-  const std::string call = "prepare";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::prepare, std::move(spoil), std::move(words)});
-  };
-  add("topk_idx NULL", [](Calls& c) { c.prepare.topk_idx = nullptr; }, {"topk_idx", "NULL"});
-  add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
-  add("topk_idx of one dimension", [](Calls& c) { c.topk_idx.ndim = 1; }, {"topk_idx", "1"});
-  add("topk_idx of another K", [](Calls& c) { c.topk_idx.sizes[1] = 3; }, {"topk_idx", "3", text(kTopK)});
-  add("T beyond max_tokens_per_rank", [](Calls& c) { c.topk_idx.sizes[0] = c.slot.sizes[0] = 7; },
-      {"topk_idx", "7", text(kMaxTokens)});
-  add("counts NULL", [](Calls& c) { c.prepare.counts = nullptr; }, {"counts", "NULL"});
-  add("counts of another E_l", [=](Calls& c) { c.counts.sizes[0] = 9; }, {"counts", "9", text(num_local)});
-  add("counts float32", [](Calls& c) { c.counts.dtype = EPX_FLOAT32; }, {"counts", "float32"});
-  add("offsets NULL", [](Calls& c) { c.prepare.offsets = nullptr; }, {"offsets", "NULL"});
-  add("offsets without the last", [=](Calls& c) { --c.offsets.sizes[0]; },
-      {"offsets", text(num_local), text(num_local + 1)});
-  add("offsets of another dtype than counts", [](Calls& c) { c.counts.dtype = EPX_INT64; }, {"offsets", "int32", "int64"});
-  add("global_counts [P]", [](Calls& c) { c.global_counts.ndim = 1; }, {"global_counts"});
-  add("global_counts of another P", [](Calls& c) { c.global_counts.sizes[0] = 11; }, {"global_counts", "11", text(kRanks)});
-  add("global_counts of another E", [](Calls& c) { c.global_counts.sizes[1] = 12; },
-      {"global_counts", "12", text(kExperts)});
-  add("global_counts of another dtype", [](Calls& c) { c.global_counts.dtype = EPX_INT64; }, {"global_counts", "int64"});
-  add("info int32", [](Calls& c) { c.info.dtype = EPX_INT32; }, {"info", "int32"});
-  add("info of four", [](Calls& c) { c.info.sizes[0] = 4; }, {"info", "4", "5"});
-  add("slot int64", [](Calls& c) { c.slot.dtype = EPX_INT64; }, {"slot", "int64"});
-  add("slot of another T", [=](Calls& c) { c.slot.sizes[0] = 1; }, {"slot", "1", text(num_tokens)});
-  add("slot of another K", [](Calls& c) { c.slot.sizes[1] = 13; }, {"slot", "13", text(kTopK)});
-  add("slot_origin int64", [](Calls& c) { c.slot_origin.dtype = EPX_INT64; }, {"slot_origin", "int64"});
-  add("slot_origin of another R", [=](Calls& c) { --c.slot_origin.sizes[0]; },
-      {"slot_origin", text(num_rows - 1), text(num_rows)});
-  add("slot_origin of two columns", [](Calls& c) { c.slot_origin.sizes[1] = 2; }, {"slot_origin", "2", "3"});
-  add("offsets in counts", [](Calls& c) { c.offsets.data = c.counts.data; }, {"offsets", "counts", "overlap"});
-  add("slot in the handle memory", [](Calls& c) { c.slot.data = c.prepare.handle_mem; }, {"slot", "handle_mem", "overlap"});
-  add("info in topk_idx", [](Calls& c) { c.info.data = c.topk_idx.data; }, {"info", "topk_idx", "overlap"});
-  add_tensor(table, call, Op::prepare, "topk_idx", &Calls::topk_idx);
-  add_tensor(table, call, Op::prepare, "slot_origin", &Calls::slot_origin);
-  add_stray_sidecar(table, call, Op::prepare, "topk_idx", &Calls::topk_idx);
-  return table;
+void add_prepare(std::vector<Refusal>& refusals, int num_tokens, int num_local, int64_t num_rows) {
+  Table table(refusals, "prepare", Op::prepare);
+  table.add("topk_idx NULL", [](Calls& c) { c.prepare.topk_idx = nullptr; }, {"topk_idx", "NULL"});
+  table.add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
+  table.add("topk_idx of one dimension", [](Calls& c) { c.topk_idx.ndim = 1; }, {"topk_idx", "1"});
+  table.add_size("topk_idx", "of another K", &Calls::topk_idx, 1, 3, kTopK);
+  table.add("T beyond max_tokens_per_rank", [](Calls& c) { c.topk_idx.sizes[0] = c.slot.sizes[0] = 7; },
+            {"topk_idx", "7", text(kMaxTokens)});
+  table.add("counts NULL", [](Calls& c) { c.prepare.counts = nullptr; }, {"counts", "NULL"});
+  table.add_size("counts", "of another E_l", &Calls::counts, 0, 9, num_local);
+  table.add("counts float32", [](Calls& c) { c.counts.dtype = EPX_FLOAT32; }, {"counts", "float32"});
+  table.add("offsets NULL", [](Calls& c) { c.prepare.offsets = nullptr; }, {"offsets", "NULL"});
+  table.add("offsets without the last", [=](Calls& c) { --c.offsets.sizes[0]; },
+            {"offsets", text(num_local), text(num_local + 1)});
+  table.add("offsets of another dtype than counts", [](Calls& c) { c.counts.dtype = EPX_INT64; },
+            {"offsets", "int32", "int64"});
+  table.add("global_counts [P]", [](Calls& c) { c.global_counts.ndim = 1; }, {"global_counts"});
+  table.add_size("global_counts", "of another P", &Calls::global_counts, 0, 11, kRanks);
+  table.add_size("global_counts", "of another E", &Calls::global_counts, 1, 12, kExperts);
+  table.add("global_counts of another dtype", [](Calls& c) { c.global_counts.dtype = EPX_INT64; },
+            {"global_counts", "int64"});
+  table.add("info int32", [](Calls& c) { c.info.dtype = EPX_INT32; }, {"info", "int32"});
+  table.add_size("info", "of four", &Calls::info, 0, 4, 5);
+  table.add("slot int64", [](Calls& c) { c.slot.dtype = EPX_INT64; }, {"slot", "int64"});
+  table.add_size("slot", "of another T", &Calls::slot, 0, 1, num_tokens);
+  table.add_size("slot", "of another K", &Calls::slot, 1, 13, kTopK);
+  table.add("slot_origin int64", [](Calls& c) { c.slot_origin.dtype = EPX_INT64; }, {"slot_origin", "int64"});
+  table.add_size("slot_origin", "of another R", &Calls::slot_origin, 0, num_rows - 1, num_rows);
+  table.add_size("slot_origin", "of two columns", &Calls::slot_origin, 1, 2, 3);
+  table.add_overlap("offsets", &Calls::offsets, "counts", &Calls::counts);
+  table.add("slot in the handle memory", [](Calls& c) { c.slot.data = c.prepare.handle_mem; },
+            {"slot", "handle_mem", "overlap"});
+  table.add_overlap("info", &Calls::info, "topk_idx", &Calls::topk_idx);
+  table.add_tensor("topk_idx", &Calls::topk_idx);
+  table.add_tensor("slot_origin", &Calls::slot_origin);
+  table.add_stray_sidecar("topk_idx", &Calls::topk_idx);
 }
 
-std::vector<Refusal> of_dispatch(int num_tokens, int64_t num_rows) {
-  const std::string call = "dispatch";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::dispatch, std::move(spoil), std::move(words)});
-  };
-  add("tokens NULL", [](Calls& c) { c.dispatch.tokens = nullptr; }, {"tokens", "NULL"});
-  add("tokens int32", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_INT32; }, {"tokens", "int32"});
-  add("dtype wider than max_token_dtype", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_FLOAT32; },
-      {"float32", "max_token_dtype", "bfloat16"});
-  add("H beyond hidden_dim", [](Calls& c) { c.tokens.sizes[1] = c.recv_tokens.sizes[1] = 17; }, {"17", text(kHiddenDim)});
-  add("H 0", [](Calls& c) { c.tokens.sizes[1] = c.recv_tokens.sizes[1] = 0; }, {"tokens", "0"});
-  add("T beyond max_tokens_per_rank", [](Calls& c) { c.tokens.sizes[0] = c.topk_weights.sizes[0] = 7; },
-      {"tokens", "7", text(kMaxTokens)});
-  add("recv_tokens NULL", [](Calls& c) { c.dispatch.recv_tokens = nullptr; }, {"recv_tokens", "NULL"});
-  add("recv_tokens of another H", [](Calls& c) { c.recv_tokens.sizes[1] = 7; }, {"recv_tokens", "7", text(kHidden)});
-  add("recv_tokens of another dtype", [](Calls& c) { c.recv_tokens.dtype = EPX_FLOAT16; },
-      {"recv_tokens", "float16", "bfloat16"});
-  add("topk_weights without recv_weights", [](Calls& c) { c.dispatch.recv_weights = nullptr; },
-      {"topk_weights", "recv_weights"});
-  add("recv_weights without topk_weights", [](Calls& c) { c.dispatch.topk_weights = nullptr; },
-      {"topk_weights", "recv_weights"});
-  add("topk_weights bfloat16", [](Calls& c) { c.topk_weights.dtype = EPX_BFLOAT16; }, {"topk_weights", "bfloat16"});
-  add("topk_weights of another K", [](Calls& c) { c.topk_weights.sizes[1] = 3; }, {"topk_weights", "3", text(kTopK)});
-  add("topk_weights of another T", [=](Calls& c) { c.topk_weights.sizes[0] = 1; }, {"topk_weights", "1", text(num_tokens)});
-  add("recv_weights of another N", [=](Calls& c) { --c.recv_weights.sizes[0]; },
-      {"recv_weights", text(num_rows - 1), text(num_rows)});
-  add("recv_weights of two dimensions", [](Calls& c) { c.recv_weights.ndim = 2; }, {"recv_weights", "2"});
-  add("sidecar sent but not received",
-      [](Calls& c) {
-        c.recv_tokens.sidecar = nullptr;
-        c.recv_tokens.sidecar_row_bytes = 0;
-      },
-      {"sidecar", text(kSidecarBytes)});
-  add("sidecar received but not sent",
-      [](Calls& c) {
-        c.tokens.sidecar = nullptr;
-        c.tokens.sidecar_row_bytes = 0;
-      },
-      {"sidecar", text(kSidecarBytes)});
-  add("sidecars of different bytes", [](Calls& c) { c.recv_tokens.sidecar_row_bytes = 7; },
-      {"sidecar", "7", text(kSidecarBytes)});
-  add("sidecar beyond max_sidecar_bytes",
-      [](Calls& c) { c.tokens.sidecar_row_bytes = c.recv_tokens.sidecar_row_bytes = 17; },
-      {"sidecar", "17", text(kMaxSidecarBytes)});
-  add("sidecar of negative bytes", [](Calls& c) { c.tokens.sidecar_row_bytes = c.recv_tokens.sidecar_row_bytes = -8; },
-      {"sidecar", "-8"});
-  add("sidecar bytes without a sidecar", [](Calls& c) { c.tokens.sidecar = nullptr; }, {"sidecar", text(kSidecarBytes)});
-  add("sidecar of no bytes", [](Calls& c) { c.tokens.sidecar_row_bytes = 0; }, {"sidecar", "0"});
-  add("pads that are none", [](Calls& c) { c.dispatch.pads = static_cast<epx_pads>(2); }, {"pads", "2", "EPX_PADS_ZERO"});
-  add("reserved0 set", [](Calls& c) { c.dispatch.reserved0 = 5; }, {"reserved0", "5"});
-  add("recv_tokens in tokens", [](Calls& c) { c.recv_tokens.data = c.tokens.data; }, {"recv_tokens", "tokens", "overlap"});
-  add("recv_weights in the received sidecar", [](Calls& c) { c.recv_weights.data = c.recv_tokens.sidecar; },
-      {"recv_weights", "sidecar", "overlap"});
-  add("a sidecar of 2^63 bytes",
-      [](Calls& c) {
-        c.recv_tokens.sizes[0] = int64_t{1} << 60;
-        c.recv_tokens.sizes[1] = c.tokens.sizes[1] = 1;
-        c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
-      },
-      {"dispatch", "sidecar of recv_tokens", text(int64_t{1} << 60), text(kSidecarBytes), "2^63 - 1"});
-  add_too_many_rows(table, call, Op::dispatch, "recv_tokens", &Calls::recv_tokens, &Calls::tokens);
-  add_tensor(table, call, Op::dispatch, "tokens", &Calls::tokens);
-  add_tensor(table, call, Op::dispatch, "recv_tokens", &Calls::recv_tokens);
-  add_stray_sidecar(table, call, Op::dispatch, "topk_weights", &Calls::topk_weights);
-  return table;
+void add_dispatch(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
+  Table table(refusals, "dispatch", Op::dispatch);
+  table.add("tokens NULL", [](Calls& c) { c.dispatch.tokens = nullptr; }, {"tokens", "NULL"});
+  table.add("tokens int32", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_INT32; }, {"tokens", "int32"});
+  table.add("dtype wider than max_token_dtype", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_FLOAT32; },
+            {"float32", "max_token_dtype", "bfloat16"});
+  table.add("H beyond hidden_dim", [](Calls& c) { c.tokens.sizes[1] = c.recv_tokens.sizes[1] = 17; },
+            {"17", text(kHiddenDim)});
+  table.add("H 0", [](Calls& c) { c.tokens.sizes[1] = c.recv_tokens.sizes[1] = 0; }, {"tokens", "0"});
+  table.add("T beyond max_tokens_per_rank", [](Calls& c) { c.tokens.sizes[0] = c.topk_weights.sizes[0] = 7; },
+            {"tokens", "7", text(kMaxTokens)});
+  table.add("recv_tokens NULL", [](Calls& c) { c.dispatch.recv_tokens = nullptr; }, {"recv_tokens", "NULL"});
+  table.add_size("recv_tokens", "of another H", &Calls::recv_tokens, 1, 7, kHidden);
+  table.add_other_dtype("recv_tokens", &Calls::recv_tokens);
+  table.add("topk_weights without recv_weights", [](Calls& c) { c.dispatch.recv_weights = nullptr; },
+            {"topk_weights", "recv_weights"});
+  table.add("recv_weights without topk_weights", [](Calls& c) { c.dispatch.topk_weights = nullptr; },
+            {"topk_weights", "recv_weights"});
+  table.add("topk_weights bfloat16", [](Calls& c) { c.topk_weights.dtype = EPX_BFLOAT16; }, {"topk_weights", "bfloat16"});
+  table.add_size("topk_weights", "of another K", &Calls::topk_weights, 1, 3, kTopK);
+  table.add_size("topk_weights", "of another T", &Calls::topk_weights, 0, 1, num_tokens);
+  table.add_size("recv_weights", "of another N", &Calls::recv_weights, 0, num_rows - 1, num_rows);
+  table.add("recv_weights of two dimensions", [](Calls& c) { c.recv_weights.ndim = 2; }, {"recv_weights", "2"});
+  table.add("sidecar sent but not received",
+            [](Calls& c) {
+              c.recv_tokens.sidecar = nullptr;
+              c.recv_tokens.sidecar_row_bytes = 0;
+            },
+            {"sidecar", text(kSidecarBytes)});
+  table.add("sidecar received but not sent",
+            [](Calls& c) {
+              c.tokens.sidecar = nullptr;
+              c.tokens.sidecar_row_bytes = 0;
+            },
+            {"sidecar", text(kSidecarBytes)});
+  table.add("sidecars of different bytes", [](Calls& c) { c.recv_tokens.sidecar_row_bytes = 7; },
+            {"sidecar", "7", text(kSidecarBytes)});
+  table.add("sidecar beyond max_sidecar_bytes",
+            [](Calls& c) { c.tokens.sidecar_row_bytes = c.recv_tokens.sidecar_row_bytes = 17; },
+            {"sidecar", "17", text(kMaxSidecarBytes)});
+  table.add("sidecar of negative bytes",
+            [](Calls& c) { c.tokens.sidecar_row_bytes = c.recv_tokens.sidecar_row_bytes = -8; }, {"sidecar", "-8"});
+  table.add("sidecar bytes without a sidecar", [](Calls& c) { c.tokens.sidecar = nullptr; },
+            {"sidecar", text(kSidecarBytes)});
+  table.add("sidecar of no bytes", [](Calls& c) { c.tokens.sidecar_row_bytes = 0; }, {"sidecar", "0"});
+  table.add("pads that are none", [](Calls& c) { c.dispatch.pads = static_cast<epx_pads>(2); },
+            {"pads", "2", "EPX_PADS_ZERO"});
+  table.add("reserved0 set", [](Calls& c) { c.dispatch.reserved0 = 5; }, {"reserved0", "5"});
+  table.add_overlap("recv_tokens", &Calls::recv_tokens, "tokens", &Calls::tokens);
+  table.add("recv_weights in the received sidecar", [](Calls& c) { c.recv_weights.data = c.recv_tokens.sidecar; },
+            {"recv_weights", "sidecar", "overlap"});
+  table.add("a sidecar of 2^63 bytes",
+            [](Calls& c) {
+              c.recv_tokens.sizes[0] = int64_t{1} << 60;
+              c.recv_tokens.sizes[1] = c.tokens.sizes[1] = 1;
+              c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
+            },
+            {"dispatch", "sidecar of recv_tokens", text(int64_t{1} << 60), text(kSidecarBytes), "2^63 - 1"});
+  table.add_too_many_rows("recv_tokens", &Calls::recv_tokens, &Calls::tokens);
+  table.add_tensor("tokens", &Calls::tokens);
+  table.add_tensor("recv_tokens", &Calls::recv_tokens);
+  table.add_stray_sidecar("topk_weights", &Calls::topk_weights);
 }
 
-std::vector<Refusal> of_combine(int64_t num_rows) {
-  const std::string call = "combine";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::combine, std::move(spoil), std::move(words)});
-  };
-  add("expert_out NULL", [](Calls& c) { c.combine.expert_out = nullptr; }, {"expert_out", "NULL"});
-  add("out NULL", [](Calls& c) { c.combine.out = nullptr; }, {"out", "NULL"});
-  add("out of another dtype", [](Calls& c) { c.out.dtype = EPX_FLOAT16; }, {"out", "float16", "bfloat16"});
-  add("out of another H", [](Calls& c) { c.out.sizes[1] = 7; }, {"out", "7", text(kHidden)});
-  add("T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; }, {"out", "7", text(kMaxTokens)});
-  add("dtype wider than max_token_dtype", [](Calls& c) { c.out.dtype = c.expert_out.dtype = EPX_FLOAT32; },
-      {"float32", "max_token_dtype", "bfloat16"});
-  add("H beyond hidden_dim", [](Calls& c) { c.out.sizes[1] = c.expert_out.sizes[1] = 17; }, {"17", text(kHiddenDim)});
-  add("recv_weights of another N", [=](Calls& c) { --c.recv_weights.sizes[0]; },
-      {"recv_weights", text(num_rows - 1), text(num_rows)});
-  add("recv_weights float16", [](Calls& c) { c.recv_weights.dtype = EPX_FLOAT16; }, {"recv_weights", "float16"});
-  add("out in expert_out", [](Calls& c) { c.out.data = c.expert_out.data; }, {"out", "expert_out", "overlap"});
-  add_too_many_rows(table, call, Op::combine, "expert_out", &Calls::expert_out, &Calls::out);
-  add_tensor(table, call, Op::combine, "expert_out", &Calls::expert_out);
-  add_tensor(table, call, Op::combine, "out", &Calls::out);
-  add_stray_sidecar(table, call, Op::combine, "expert_out", &Calls::expert_out);
-  return table;
+void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
+  Table table(refusals, "combine", Op::combine);
+  table.add("expert_out NULL", [](Calls& c) { c.combine.expert_out = nullptr; }, {"expert_out", "NULL"});
+  table.add("out NULL", [](Calls& c) { c.combine.out = nullptr; }, {"out", "NULL"});
+  table.add_other_dtype("out", &Calls::out);
+  table.add_size("out", "of another H", &Calls::out, 1, 7, kHidden);
+  table.add("T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; }, {"out", "7", text(kMaxTokens)});
+  table.add("dtype wider than max_token_dtype", [](Calls& c) { c.out.dtype = c.expert_out.dtype = EPX_FLOAT32; },
+            {"float32", "max_token_dtype", "bfloat16"});
+  table.add("H beyond hidden_dim", [](Calls& c) { c.out.sizes[1] = c.expert_out.sizes[1] = 17; }, {"17", text(kHiddenDim)});
+  table.add_size("recv_weights", "of another N", &Calls::recv_weights, 0, num_rows - 1, num_rows);
+  table.add("recv_weights float16", [](Calls& c) { c.recv_weights.dtype = EPX_FLOAT16; }, {"recv_weights", "float16"});
+  table.add_overlap("out", &Calls::out, "expert_out", &Calls::expert_out);
+  table.add_too_many_rows("expert_out", &Calls::expert_out, &Calls::out);
+  table.add_tensor("expert_out", &Calls::expert_out);
+  table.add_tensor("out", &Calls::out);
+  table.add_stray_sidecar("expert_out", &Calls::expert_out);
 }
 
-std::vector<Refusal> of_combine_bwd(int64_t num_rows) {
-  const std::string call = "combine_bwd";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::combine_bwd, std::move(spoil), std::move(words)});
-  };
-  add("grad_out NULL", [](Calls& c) { c.combine_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
-  add("grad_expert_out NULL", [](Calls& c) { c.combine_bwd.grad_expert_out = nullptr; }, {"grad_expert_out", "NULL"});
-  add("grad_recv_weights without expert_out", [](Calls& c) { c.combine_bwd.expert_out = nullptr; },
-      {"expert_out", "grad_recv_weights"});
-  add("expert_out without grad_recv_weights", [](Calls& c) { c.combine_bwd.grad_recv_weights = nullptr; },
-      {"expert_out", "grad_recv_weights"});
-  add("expert_out of another dtype", [](Calls& c) { c.expert_out.dtype = EPX_FLOAT16; },
-      {"expert_out", "float16", "bfloat16"});
-  add("expert_out of another H", [](Calls& c) { c.expert_out.sizes[1] = 7; }, {"expert_out", "7", text(kHidden)});
-  add("expert_out of another N", [=](Calls& c) { --c.expert_out.sizes[0]; },
-      {"expert_out", text(num_rows - 1), text(num_rows)});
-  add("grad_expert_out of another dtype", [](Calls& c) { c.grad_expert_out.dtype = EPX_FLOAT16; },
-      {"grad_expert_out", "float16", "bfloat16"});
-  add("grad_recv_weights of another N", [=](Calls& c) { --c.grad_recv_weights.sizes[0]; },
-      {"grad_recv_weights", text(num_rows - 1), text(num_rows)});
-  add("grad_recv_weights bfloat16", [](Calls& c) { c.grad_recv_weights.dtype = EPX_BFLOAT16; },
-      {"grad_recv_weights", "bfloat16"});
-  add("recv_weights of another N", [=](Calls& c) { --c.recv_weights.sizes[0]; },
-      {"recv_weights", text(num_rows - 1), text(num_rows)});
-  add("grad_expert_out in expert_out", [](Calls& c) { c.grad_expert_out.data = c.expert_out.data; },
-      {"grad_expert_out", "expert_out", "overlap"});
-  add_too_many_rows(table, call, Op::combine_bwd, "grad_expert_out", &Calls::grad_expert_out, &Calls::grad_out);
-  add_tensor(table, call, Op::combine_bwd, "grad_out", &Calls::grad_out);
-  add_tensor(table, call, Op::combine_bwd, "grad_expert_out", &Calls::grad_expert_out);
-  add_stray_sidecar(table, call, Op::combine_bwd, "grad_out", &Calls::grad_out);
-  return table;
+void add_combine_bwd(std::vector<Refusal>& refusals, int64_t num_rows) {
+  Table table(refusals, "combine_bwd", Op::combine_bwd);
+  table.add("grad_out NULL", [](Calls& c) { c.combine_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
+  table.add("grad_expert_out NULL", [](Calls& c) { c.combine_bwd.grad_expert_out = nullptr; }, {"grad_expert_out", "NULL"});
+  table.add("grad_recv_weights without expert_out", [](Calls& c) { c.combine_bwd.expert_out = nullptr; },
+            {"expert_out", "grad_recv_weights"});
+  table.add("expert_out without grad_recv_weights", [](Calls& c) { c.combine_bwd.grad_recv_weights = nullptr; },
+            {"expert_out", "grad_recv_weights"});
+  table.add_other_dtype("expert_out", &Calls::expert_out);
+  table.add_size("expert_out", "of another H", &Calls::expert_out, 1, 7, kHidden);
+  table.add_size("expert_out", "of another N", &Calls::expert_out, 0, num_rows - 1, num_rows);
+  table.add_other_dtype("grad_expert_out", &Calls::grad_expert_out);
+  table.add_size("grad_recv_weights", "of another N", &Calls::grad_recv_weights, 0, num_rows - 1, num_rows);
+  table.add("grad_recv_weights bfloat16", [](Calls& c) { c.grad_recv_weights.dtype = EPX_BFLOAT16; },
+            {"grad_recv_weights", "bfloat16"});
+  table.add_size("recv_weights", "of another N", &Calls::recv_weights, 0, num_rows - 1, num_rows);
+  table.add_overlap("grad_expert_out", &Calls::grad_expert_out, "expert_out", &Calls::expert_out);
+  table.add_too_many_rows("grad_expert_out", &Calls::grad_expert_out, &Calls::grad_out);
+  table.add_tensor("grad_out", &Calls::grad_out);
+  table.add_tensor("grad_expert_out", &Calls::grad_expert_out);
+  table.add_stray_sidecar("grad_out", &Calls::grad_out);
 }
 
-std::vector<Refusal> of_dispatch_bwd(int num_tokens, int64_t num_rows) {
-  const std::string call = "dispatch_bwd";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::dispatch_bwd, std::move(spoil), std::move(words)});
-  };
-  add("grad_recv NULL", [](Calls& c) { c.dispatch_bwd.grad_recv = nullptr; }, {"grad_recv", "NULL"});
-  add("grad_tokens NULL", [](Calls& c) { c.dispatch_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"});
-  add("grad_recv_weights without grad_topk_weights", [](Calls& c) { c.dispatch_bwd.grad_topk_weights = nullptr; },
-      {"grad_recv_weights", "grad_topk_weights"});
-  add("grad_topk_weights without grad_recv_weights", [](Calls& c) { c.dispatch_bwd.grad_recv_weights = nullptr; },
-      {"grad_recv_weights", "grad_topk_weights"});
-  add("grad_tokens of another dtype", [](Calls& c) { c.grad_tokens.dtype = EPX_FLOAT16; },
-      {"grad_tokens", "float16", "bfloat16"});
-  add("grad_tokens of another H", [](Calls& c) { c.grad_tokens.sizes[1] = 7; }, {"grad_tokens", "7", text(kHidden)});
-  add("grad_topk_weights of another K", [](Calls& c) { c.grad_topk_weights.sizes[1] = 3; },
-      {"grad_topk_weights", "3", text(kTopK)});
-  add("grad_topk_weights of another T", [=](Calls& c) { c.grad_topk_weights.sizes[0] = 1; },
-      {"grad_topk_weights", "1", text(num_tokens)});
-  add("grad_recv_weights of another N", [=](Calls& c) { --c.grad_recv_weights.sizes[0]; },
-      {"grad_recv_weights", text(num_rows - 1), text(num_rows)});
-  add("grad_tokens in grad_recv", [](Calls& c) { c.grad_tokens.data = c.grad_recv.data; },
-      {"grad_tokens", "grad_recv", "overlap"});
-  add_too_many_rows(table, call, Op::dispatch_bwd, "grad_recv", &Calls::grad_recv, &Calls::grad_tokens);
-  add_tensor(table, call, Op::dispatch_bwd, "grad_recv", &Calls::grad_recv);
-  add_tensor(table, call, Op::dispatch_bwd, "grad_tokens", &Calls::grad_tokens);
-  add_stray_sidecar(table, call, Op::dispatch_bwd, "grad_tokens", &Calls::grad_tokens);
-  return table;
+void add_dispatch_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
+  Table table(refusals, "dispatch_bwd", Op::dispatch_bwd);
+  table.add("grad_recv NULL", [](Calls& c) { c.dispatch_bwd.grad_recv = nullptr; }, {"grad_recv", "NULL"});
+  table.add("grad_tokens NULL", [](Calls& c) { c.dispatch_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"});
+  table.add("grad_recv_weights without grad_topk_weights", [](Calls& c) { c.dispatch_bwd.grad_topk_weights = nullptr; },
+            {"grad_recv_weights", "grad_topk_weights"});
+  table.add("grad_topk_weights without grad_recv_weights", [](Calls& c) { c.dispatch_bwd.grad_recv_weights = nullptr; },
+            {"grad_recv_weights", "grad_topk_weights"});
+  table.add_other_dtype("grad_tokens", &Calls::grad_tokens);
+  table.add_size("grad_tokens", "of another H", &Calls::grad_tokens, 1, 7, kHidden);
+  table.add_size("grad_topk_weights", "of another K", &Calls::grad_topk_weights, 1, 3, kTopK);
+  table.add_size("grad_topk_weights", "of another T", &Calls::grad_topk_weights, 0, 1, num_tokens);
+  table.add_size("grad_recv_weights", "of another N", &Calls::grad_recv_weights, 0, num_rows - 1, num_rows);
+  table.add_overlap("grad_tokens", &Calls::grad_tokens, "grad_recv", &Calls::grad_recv);
+  table.add_too_many_rows("grad_recv", &Calls::grad_recv, &Calls::grad_tokens);
+  table.add_tensor("grad_recv", &Calls::grad_recv);
+  table.add_tensor("grad_tokens", &Calls::grad_tokens);
+  table.add_stray_sidecar("grad_tokens", &Calls::grad_tokens);
 }
 
-std::vector<Refusal> of_dispatch_rank_major(int num_tokens) {
-  const std::string call = "dispatch_rank_major";
-  std::vector<Refusal> table;
-  const auto add = [&](const char* name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    table.push_back({call + ": " + name, Op::dispatch_rank_major, std::move(spoil), std::move(words)});
-  };
-  add("an alignment", [](Calls& c) { c.dispatch_rank_major.layer.alignment = 4; }, {"alignment", "4", "0 or 1"});
-  add("tokens NULL", [](Calls& c) { c.dispatch_rank_major.tokens = nullptr; }, {"tokens", "NULL"});
-  add("topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.topk_idx = nullptr; }, {"topk_idx", "NULL"});
-  add("topk_idx of another T", [](Calls& c) { c.topk_idx.sizes[0] = 1; }, {"topk_idx", "1", text(num_tokens)});
-  add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
-  add("T beyond max_tokens_per_rank", [](Calls& c) { c.tokens.sizes[0] = c.topk_idx.sizes[0] = 7; },
-      {"tokens", "7", text(kMaxTokens)});
-  add("recv_tokens NULL", [](Calls& c) { c.dispatch_rank_major.recv_tokens = nullptr; }, {"recv_tokens", "NULL"});
-  add("recv_tokens of two dimensions", [](Calls& c) { c.recv_rows.ndim = 2; }, {"recv_tokens", "2", "[P, M, H]"});
-  add("recv_tokens of another P", [](Calls& c) { c.recv_rows.sizes[0] = 3; }, {"recv_tokens", "3", "P = 2"});
-  add("recv_tokens of another H", [](Calls& c) { c.recv_rows.sizes[2] = 7; }, {"recv_tokens", "7", text(kHidden)});
-  add("recv_tokens of another dtype", [](Calls& c) { c.recv_rows.dtype = EPX_FLOAT16; },
-      {"recv_tokens", "float16", "bfloat16"});
-  add("recv_tokens of 2^63 bytes",
+void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
+  Table table(refusals, "dispatch_rank_major", Op::dispatch_rank_major);
+  table.add("an alignment", [](Calls& c) { c.dispatch_rank_major.layer.alignment = 4; }, {"alignment", "4", "0 or 1"});
+  table.add("tokens NULL", [](Calls& c) { c.dispatch_rank_major.tokens = nullptr; }, {"tokens", "NULL"});
+  table.add("topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.topk_idx = nullptr; }, {"topk_idx", "NULL"});
+  table.add_size("topk_idx", "of another T", &Calls::topk_idx, 0, 1, num_tokens);
+  table.add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
+  table.add("T beyond max_tokens_per_rank", [](Calls& c) { c.tokens.sizes[0] = c.topk_idx.sizes[0] = 7; },
+            {"tokens", "7", text(kMaxTokens)});
+  table.add("recv_tokens NULL", [](Calls& c) { c.dispatch_rank_major.recv_tokens = nullptr; }, {"recv_tokens", "NULL"});
+  table.add("recv_tokens of two dimensions", [](Calls& c) { c.recv_rows.ndim = 2; }, {"recv_tokens", "2", "[P, M, H]"});
+  table.add("recv_tokens of another P", [](Calls& c) { c.recv_rows.sizes[0] = 3; }, {"recv_tokens", "3", "P = 2"});
+  table.add_size("recv_tokens", "of another H", &Calls::recv_rows, 2, 7, kHidden);
+  table.add_other_dtype("recv_tokens", &Calls::recv_rows);
+  table.add(
+      "recv_tokens of 2^63 bytes",
       [](Calls& c) { c.recv_rows.sizes[1] = c.recv_row_idx.sizes[1] = c.recv_row_weights.sizes[1] = int64_t{1} << 60; },
       {"recv_tokens", "2^63 - 1"});
-  add("rows whose weights would take 2^63 bytes",
-      [](Calls& c) {
-        c.recv_rows.sizes[1] = int64_t{1} << 60;
-        c.recv_rows.sizes[2] = c.tokens.sizes[1] = 1;
-      },
-      {"recv_tokens", text(int64_t{1} << 61), "2^63 - 1"});
-  add("recv_topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.recv_topk_idx = nullptr; }, {"recv_topk_idx", "NULL"});
-  add("recv_topk_idx of another M", [](Calls& c) { c.recv_row_idx.sizes[1] = 2; },
-      {"recv_topk_idx", "2", text(kRowsPerSource)});
-  add("recv_topk_idx float32", [](Calls& c) { c.recv_row_idx.dtype = EPX_FLOAT32; }, {"recv_topk_idx", "float32"});
-  add("topk_weights without recv_weights", [](Calls& c) { c.dispatch_rank_major.recv_weights = nullptr; },
-      {"topk_weights", "recv_weights"});
-  add("recv_weights without topk_weights", [](Calls& c) { c.dispatch_rank_major.topk_weights = nullptr; },
-      {"topk_weights", "recv_weights"});
-  add("recv_weights of another K", [](Calls& c) { c.recv_row_weights.sizes[2] = 1; }, {"recv_weights", "1", text(kTopK)});
-  add("counts NULL", [](Calls& c) { c.dispatch_rank_major.counts = nullptr; }, {"counts", "NULL"});
-  add("counts of another P", [](Calls& c) { c.source_counts.sizes[0] = 3; }, {"counts", "3", "P = 2"});
-  add("sidecar sent but not received",
-      [](Calls& c) {
-        c.recv_rows.sidecar = nullptr;
-        c.recv_rows.sidecar_row_bytes = 0;
-      },
-      {"sidecar", text(kSidecarBytes)});
-  add("recv_tokens in tokens", [](Calls& c) { c.recv_rows.data = c.tokens.data; }, {"recv_tokens", "tokens", "overlap"});
-  add("counts in the handle memory", [](Calls& c) { c.source_counts.data = c.dispatch_rank_major.handle_mem; },
-      {"counts", "handle_mem", "overlap"});
-  add("recv_topk_idx in the sidecar of the last source", // a sidecar is [P, M, bytes]
-      [](Calls& c) {
-        c.recv_row_idx.data = static_cast<std::byte*>(c.recv_rows.sidecar) + (kRanks * kRowsPerSource - 1) * kSidecarBytes;
-      },
-      {"recv_topk_idx", "sidecar", "overlap"});
-  add_tensor(table, call, Op::dispatch_rank_major, "recv_tokens", &Calls::recv_rows);
-  add_tensor(table, call, Op::dispatch_rank_major, "recv_topk_idx", &Calls::recv_row_idx);
-  add_tensor(table, call, Op::dispatch_rank_major, "counts", &Calls::source_counts);
-  add_stray_sidecar(table, call, Op::dispatch_rank_major, "recv_topk_idx", &Calls::recv_row_idx);
-  return table;
+  table.add("rows whose weights would take 2^63 bytes",
+            [](Calls& c) {
+              c.recv_rows.sizes[1] = int64_t{1} << 60;
+              c.recv_rows.sizes[2] = c.tokens.sizes[1] = 1;
+            },
+            {"recv_tokens", text(int64_t{1} << 61), "2^63 - 1"});
+  table.add("recv_topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.recv_topk_idx = nullptr; },
+            {"recv_topk_idx", "NULL"});
+  table.add_size("recv_topk_idx", "of another M", &Calls::recv_row_idx, 1, 2, kRowsPerSource);
+  table.add("recv_topk_idx float32", [](Calls& c) { c.recv_row_idx.dtype = EPX_FLOAT32; }, {"recv_topk_idx", "float32"});
+  table.add("topk_weights without recv_weights", [](Calls& c) { c.dispatch_rank_major.recv_weights = nullptr; },
+            {"topk_weights", "recv_weights"});
+  table.add("recv_weights without topk_weights", [](Calls& c) { c.dispatch_rank_major.topk_weights = nullptr; },
+            {"topk_weights", "recv_weights"});
+  table.add_size("recv_weights", "of another K", &Calls::recv_row_weights, 2, 1, kTopK);
+  table.add("counts NULL", [](Calls& c) { c.dispatch_rank_major.counts = nullptr; }, {"counts", "NULL"});
+  table.add("counts of another P", [](Calls& c) { c.source_counts.sizes[0] = 3; }, {"counts", "3", "P = 2"});
+  table.add("sidecar sent but not received",
+            [](Calls& c) {
+              c.recv_rows.sidecar = nullptr;
+              c.recv_rows.sidecar_row_bytes = 0;
+            },
+            {"sidecar", text(kSidecarBytes)});
+  table.add_overlap("recv_tokens", &Calls::recv_rows, "tokens", &Calls::tokens);
+  table.add("counts in the handle memory", [](Calls& c) { c.source_counts.data = c.dispatch_rank_major.handle_mem; },
+            {"counts", "handle_mem", "overlap"});
+  table.add("recv_topk_idx in the sidecar of the last source", // a sidecar is [P, M, bytes]
+            [](Calls& c) {
+              c.recv_row_idx.data =
+                  static_cast<std::byte*>(c.recv_rows.sidecar) + (kRanks * kRowsPerSource - 1) * kSidecarBytes;
+            },
+            {"recv_topk_idx", "sidecar", "overlap"});
+  table.add_tensor("recv_tokens", &Calls::recv_rows);
+  table.add_tensor("recv_topk_idx", &Calls::recv_row_idx);
+  table.add_tensor("counts", &Calls::source_counts);
+  table.add_stray_sidecar("recv_topk_idx", &Calls::recv_row_idx);
 }
 
-std::vector<Refusal> of_later_rank_major_calls(int num_tokens) {
-  std::vector<Refusal> table;
-  const auto add = [&](const std::string& call, Op op, const char* name, std::function<void(Calls&)> spoil,
-                       std::vector<std::string> words) {
-    words.push_back("epx_" + call);
-    table.push_back({call + ": " + name, op, std::move(spoil), std::move(words)});
-  };
-  const auto in_combine = [&](auto&&... rest) { add("combine_rank_major", Op::combine_rank_major, rest...); };
-  in_combine(
-      "an alignment", [](Calls& c) { c.combine_rank_major.layer.alignment = 2; },
-      std::vector<std::string>{"alignment", "2", "0 or 1"});
-  in_combine(
-      "expert_out NULL", [](Calls& c) { c.combine_rank_major.expert_out = nullptr; },
-      std::vector<std::string>{"expert_out", "NULL"});
-  in_combine(
-      "out NULL", [](Calls& c) { c.combine_rank_major.out = nullptr; }, std::vector<std::string>{"out", "NULL"});
-  in_combine(
-      "out of another H", [](Calls& c) { c.out.sizes[1] = 7; }, std::vector<std::string>{"out", "7", text(kHidden)});
-  in_combine(
-      "T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; },
-      std::vector<std::string>{"out", "7", text(kMaxTokens)});
-  in_combine(
-      "out in expert_out", [](Calls& c) { c.out.data = c.row_expert_out.data; },
-      std::vector<std::string>{"out", "expert_out", "overlap"});
-  add_tensor(table, "combine_rank_major", Op::combine_rank_major, "expert_out", &Calls::row_expert_out);
-  add_stray_sidecar(table, "combine_rank_major", Op::combine_rank_major, "expert_out", &Calls::row_expert_out);
+void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) {
+  Table combine(refusals, "combine_rank_major", Op::combine_rank_major);
+  combine.add("an alignment", [](Calls& c) { c.combine_rank_major.layer.alignment = 2; }, {"alignment", "2", "0 or 1"});
+  combine.add("expert_out NULL", [](Calls& c) { c.combine_rank_major.expert_out = nullptr; }, {"expert_out", "NULL"});
+  combine.add("out NULL", [](Calls& c) { c.combine_rank_major.out = nullptr; }, {"out", "NULL"});
+  combine.add_size("out", "of another H", &Calls::out, 1, 7, kHidden);
+  combine.add("T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; }, {"out", "7", text(kMaxTokens)});
+  combine.add_overlap("out", &Calls::out, "expert_out", &Calls::row_expert_out);
+  combine.add_tensor("expert_out", &Calls::row_expert_out);
+  combine.add_stray_sidecar("expert_out", &Calls::row_expert_out);
 
-  const auto in_combine_bwd = [&](auto&&... rest) { add("combine_rank_major_bwd", Op::combine_rank_major_bwd, rest...); };
-  in_combine_bwd(
-      "grad_out NULL", [](Calls& c) { c.combine_rank_major_bwd.grad_out = nullptr; },
-      std::vector<std::string>{"grad_out", "NULL"});
-  in_combine_bwd(
-      "grad_expert_out of another P", [](Calls& c) { c.grad_rows.sizes[0] = 1; },
-      std::vector<std::string>{"grad_expert_out", "1", "P = 2"});
-  in_combine_bwd(
-      "grad_expert_out of another dtype", [](Calls& c) { c.grad_rows.dtype = EPX_FLOAT16; },
-      std::vector<std::string>{"grad_expert_out", "float16", "bfloat16"});
-  in_combine_bwd(
-      "grad_expert_out in grad_out", [](Calls& c) { c.grad_rows.data = c.grad_out.data; },
-      std::vector<std::string>{"grad_expert_out", "grad_out", "overlap"});
-  add_tensor(table, "combine_rank_major_bwd", Op::combine_rank_major_bwd, "grad_expert_out", &Calls::grad_rows);
+  Table combine_bwd(refusals, "combine_rank_major_bwd", Op::combine_rank_major_bwd);
+  combine_bwd.add("grad_out NULL", [](Calls& c) { c.combine_rank_major_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
+  combine_bwd.add("grad_expert_out of another P", [](Calls& c) { c.grad_rows.sizes[0] = 1; },
+                  {"grad_expert_out", "1", "P = 2"});
+  combine_bwd.add_other_dtype("grad_expert_out", &Calls::grad_rows);
+  combine_bwd.add_overlap("grad_expert_out", &Calls::grad_rows, "grad_out", &Calls::grad_out);
+  combine_bwd.add_tensor("grad_expert_out", &Calls::grad_rows);
 
-  const auto in_dispatch_bwd = [&](auto&&... rest) {
-    add("dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, rest...);
-  };
-  in_dispatch_bwd(
-      "grad_tokens NULL", [](Calls& c) { c.dispatch_rank_major_bwd.grad_tokens = nullptr; },
-      std::vector<std::string>{"grad_tokens", "NULL"});
-  in_dispatch_bwd(
-      "grad_recv_weights without grad_topk_weights",
-      [](Calls& c) { c.dispatch_rank_major_bwd.grad_topk_weights = nullptr; },
-      std::vector<std::string>{"grad_recv_weights", "grad_topk_weights"});
-  in_dispatch_bwd(
-      "grad_recv_weights of another M", [](Calls& c) { c.recv_row_weights.sizes[1] = 2; },
-      std::vector<std::string>{"grad_recv_weights", "2", text(kRowsPerSource)});
-  in_dispatch_bwd(
-      "grad_topk_weights of another T", [](Calls& c) { c.grad_topk_weights.sizes[0] = 1; },
-      std::vector<std::string>{"grad_topk_weights", "1", text(num_tokens)});
-  add_tensor(table, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, "grad_recv", &Calls::grad_rows);
-  return table;
+  Table dispatch_bwd(refusals, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd);
+  dispatch_bwd.add("grad_tokens NULL", [](Calls& c) { c.dispatch_rank_major_bwd.grad_tokens = nullptr; },
+                   {"grad_tokens", "NULL"});
+  dispatch_bwd.add("grad_recv_weights without grad_topk_weights",
+                   [](Calls& c) { c.dispatch_rank_major_bwd.grad_topk_weights = nullptr; },
+                   {"grad_recv_weights", "grad_topk_weights"});
+  dispatch_bwd.add_size("grad_recv_weights", "of another M", &Calls::recv_row_weights, 1, 2, kRowsPerSource);
+  dispatch_bwd.add_size("grad_topk_weights", "of another T", &Calls::grad_topk_weights, 0, 1, num_tokens);
+  dispatch_bwd.add_tensor("grad_recv", &Calls::grad_rows);
 }
 
 // prepare_dispatch refuses what prepare and dispatch refuse, and tokens that are not those of the indices.
-std::vector<Refusal> of_prepare_dispatch(int num_tokens, int num_local, int64_t num_rows) {
-  std::vector<Refusal> table;
-  const auto add = [&](const Refusal& refusal) {
-    table.push_back({"prepare_dispatch as " + refusal.name, Op::prepare_dispatch,
-                     [spoil = refusal.spoil](Calls& c) {
-                       spoil(c);
-                       set_prepare_dispatch(c);
-                     },
-                     refusal.words});
-  };
-  for (const Refusal& refusal : of_prepare(num_tokens, num_local, num_rows))
-    add(refusal);
-  for (const Refusal& refusal : of_dispatch(num_tokens, num_rows))
-    add(refusal);
-  const auto other_tokens = [](Calls& c) { c.tokens.sizes[0] = c.topk_weights.sizes[0] = 1; };
-  table.push_back({"prepare_dispatch: tokens of another T",
-                   Op::prepare_dispatch,
-                   other_tokens,
-                   {"epx_prepare_dispatch", "tokens", "1", text(num_tokens), "topk_idx"}});
-  table.push_back({"prepare_dispatch: recv_tokens in slot_origin",
-                   Op::prepare_dispatch,
-                   [](Calls& c) { c.recv_tokens.data = c.slot_origin.data; },
-                   {"recv_tokens", "slot_origin", "overlap"}});
-  return table;
+void add_prepare_dispatch(std::vector<Refusal>& refusals, int num_tokens, int num_local, int64_t num_rows) {
+  std::vector<Refusal> parts;
+  add_prepare(parts, num_tokens, num_local, num_rows);
+  add_dispatch(parts, num_tokens, num_rows);
+  Table table(refusals, "prepare_dispatch", Op::prepare_dispatch);
+  for (Refusal& refusal : parts) {
+    refusal.words.pop_back(); // the part's function
+    const auto spoil = [spoil_part = std::move(refusal.spoil)](Calls& c) {
+      spoil_part(c);
+      set_prepare_dispatch(c);
+    };
+    table.add("as " + refusal.name, spoil, std::move(refusal.words));
+  }
+  table.add("tokens of another T", [](Calls& c) { c.tokens.sizes[0] = c.topk_weights.sizes[0] = 1; },
+            {"tokens", "1", text(num_tokens), "topk_idx"});
+  table.add_overlap("recv_tokens", &Calls::recv_tokens, "slot_origin", &Calls::slot_origin);
 }
 
 } // namespace
 
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes) {
   std::vector<Refusal> table;
-  add_common(table, "prepare", Op::prepare, &Calls::prepare, handle_bytes);
-  add_common(table, "dispatch", Op::dispatch, &Calls::dispatch, handle_bytes);
-  add_common(table, "prepare_dispatch", Op::prepare_dispatch, &Calls::prepare_dispatch, handle_bytes);
-  add_common(table, "combine", Op::combine, &Calls::combine, handle_bytes);
-  add_common(table, "combine_bwd", Op::combine_bwd, &Calls::combine_bwd, handle_bytes);
-  add_common(table, "dispatch_bwd", Op::dispatch_bwd, &Calls::dispatch_bwd, handle_bytes);
-  add_common(table, "dispatch_rank_major", Op::dispatch_rank_major, &Calls::dispatch_rank_major, handle_bytes);
-  add_common(table, "combine_rank_major", Op::combine_rank_major, &Calls::combine_rank_major, handle_bytes);
-  add_common(table, "combine_rank_major_bwd", Op::combine_rank_major_bwd, &Calls::combine_rank_major_bwd, handle_bytes);
-  add_common(table, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd, &Calls::dispatch_rank_major_bwd, handle_bytes);
-  for (auto& part :
-       {of_prepare(num_tokens, num_local_experts, num_rows), of_dispatch(num_tokens, num_rows),
-        of_prepare_dispatch(num_tokens, num_local_experts, num_rows), of_combine(num_rows), of_combine_bwd(num_rows),
-        of_dispatch_bwd(num_tokens, num_rows), of_dispatch_rank_major(num_tokens), of_later_rank_major_calls(num_tokens)}) {
-    table.insert(table.end(), part.begin(), part.end());
-  }
+#define EPX_TEST_COMMON(NUMBER, name, ...) Table(table, #name, Op::name).add_common(&Calls::name, handle_bytes);
+  EPX_OPERATIONS(EPX_TEST_COMMON)
+#undef EPX_TEST_COMMON
+  add_prepare(table, num_tokens, num_local_experts, num_rows);
+  add_dispatch(table, num_tokens, num_rows);
+  add_prepare_dispatch(table, num_tokens, num_local_experts, num_rows);
+  add_combine(table, num_rows);
+  add_combine_bwd(table, num_rows);
+  add_dispatch_bwd(table, num_tokens, num_rows);
+  add_dispatch_rank_major(table, num_tokens);
+  add_later_rank_major_calls(table, num_tokens);
   return table;
 }
 
