@@ -50,10 +50,7 @@ void run_with_lost_rank(const RankContext& context, int lost_rank, const Workloa
     layer.use_foreign_handle(spoil(layer.handle(), neighbour.handle(), same_elsewhere.handle()));
     layer.expect_mismatch(true);
   }
-  layer.dispatch(spoiled);
-  layer.combine(spoiled);
-  layer.combine_bwd(spoiled);
-  layer.dispatch_bwd(spoiled);
+  layer.movements(spoiled);
   group.check_status();
   run_iteration(group, layer, good);
 }
@@ -127,21 +124,8 @@ TEST_CASE("one handle serves any number of calls in any order") {
     LayerRun layer(group, c.layer, Placement::random, 4);
     layer.prepare(work);
     Rng same_everywhere(9);
-    for (int i = 0; i < 40; ++i) {
-      switch (same_everywhere.below(4)) {
-      case 0:
-        layer.dispatch(work);
-        break;
-      case 1:
-        layer.combine(work);
-        break;
-      case 2:
-        layer.combine_bwd(work);
-        break;
-      default:
-        layer.dispatch_bwd(work);
-      }
-    }
+    for (int i = 0; i < 40; ++i)
+      layer.call(same_everywhere.pick({EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}), work);
     group.check_status();
   });
 }
@@ -172,10 +156,7 @@ TEST_CASE("with handle memory of an earlier prepare no rows travel between ranks
     layer.prepare(spoiled);
     if (group.rank() == lost_rank) layer.use_foreign_handle(earlier);
     if (c.group.num_ranks > 1) layer.expect_mismatch(false); // every rank reports it; a rank alone agrees with itself
-    layer.dispatch(spoiled);
-    layer.combine(spoiled);
-    layer.combine_bwd(spoiled);
-    layer.dispatch_bwd(spoiled);
+    layer.movements(spoiled);
     group.check_status();
     run_iteration(group, layer, good);
   });
@@ -200,10 +181,7 @@ TEST_CASE("with handle memory of an earlier prepare of other routing a rank foll
     if (is_lost) layer.use_foreign_handle(earlier);
     if (c.group.num_ranks > 1) layer.expect_mismatch(false);
     const Workload& work = is_lost ? early : late; // no row travels between ranks that have different ones
-    layer.dispatch(work);
-    layer.combine(work);
-    layer.combine_bwd(work);
-    layer.dispatch_bwd(work);
+    layer.movements(work);
     group.check_status();
   });
 }

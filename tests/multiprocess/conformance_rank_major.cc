@@ -212,31 +212,13 @@ TEST_CASE("rank-major: both layouts in flight, and calls in any order") {
     neighbour.dispatch_rank_major(other_work);
     Rng same_everywhere(99);
     for (int i = 0; i < 40; ++i) {
-      switch (same_everywhere.below(8)) {
-      case 0:
-        layer.dispatch(work);
-        break;
-      case 1:
-        layer.combine(work);
-        break;
-      case 2:
-        layer.combine_bwd(work);
-        break;
-      case 3:
-        layer.dispatch_rank_major(work);
-        break;
-      case 4:
-        layer.combine_rank_major(work);
-        break;
-      case 5:
-        layer.combine_rank_major_bwd(work);
-        break;
-      case 6:
-        layer.dispatch_rank_major_bwd(work);
-        break;
-      default:
+      const epx_operation operation = same_everywhere.pick(
+          {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR,
+           EPX_OP_COMBINE_RANK_MAJOR_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD, EPX_OP_NONE});
+      if (operation == EPX_OP_NONE)
         follow(neighbour, other_work);
-      }
+      else
+        layer.call(operation, work);
     }
     group.check_status();
   });
@@ -287,10 +269,7 @@ TEST_CASE("rank-major: handle memory in the calls of the other layout") {
       layer.use_foreign_handle(layer.rank_major_handle());
       layer.expect_mismatch(true);
     }
-    layer.dispatch(spoiled);
-    layer.combine(spoiled);
-    layer.combine_bwd(spoiled);
-    layer.dispatch_bwd(spoiled);
+    layer.movements(spoiled);
     group.check_status();
   });
 }

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/operations.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
 #include "tests/support/values.h"
@@ -76,6 +77,10 @@ public:
   Tensor sidecar_out(const Tensor& tensor, const reference::Sidecar& shape) {
     return tensor.with_sidecar(buffers_.output("received sidecar", shape.bytes.size(), 1), shape.row_bytes);
   }
+
+  // The next two have the elements of a tensor in another shape.
+  static Tensor reshaped(const Tensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
+  static ConstTensor reshaped(const ConstTensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
 
   // Returns the next output, in the order in which they were made.
   std::vector<std::byte> next_output() { return buffers_.read_output(num_read_++); }
@@ -362,10 +367,7 @@ void LayerRun::dispatch_bwd(const Workload& work) {
 void LayerRun::dispatch_rank_major(const Workload& work) {
   const auto rank = static_cast<size_t>(group_.rank());
   const RankMajorData::Dispatch& data = work.rank_major->dispatch;
-  const Shape row_routes(group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.top_k);
-  const auto rank_major = [&](const Tensor& rows) {
-    return Tensor(rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.hidden});
-  };
+  const Shape row_routes = by_source(work, layer_.top_k);
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
 
@@ -380,7 +382,8 @@ void LayerRun::dispatch_rank_major(const Workload& work) {
   args.topk_idx = {buffers.input("topk_idx", indices, integer_bytes(layer_.index_dtype)),
                    layer_.index_dtype,
                    {data.tokens[rank].rows, layer_.top_k}};
-  args.recv_tokens = rank_major(tensors.rows_out("recv_tokens", data.recv_tokens[rank]));
+  args.recv_tokens =
+      Tensors::reshaped(tensors.rows_out("recv_tokens", data.recv_tokens[rank]), by_source(work, layer_.hidden));
   if (!data.sidecars.empty()) {
     args.tokens = tensors.sidecar_in(args.tokens, data.sidecars[rank]);
     args.recv_tokens = tensors.sidecar_out(args.recv_tokens, data.recv_sidecars[rank]);
@@ -389,8 +392,7 @@ void LayerRun::dispatch_rank_major(const Workload& work) {
                         layer_.counts_dtype, row_routes};
   if (!data.topk_weights.empty()) {
     args.topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
-    args.recv_weights = {buffers.output("recv_weights", data.recv_weights[rank].size() * sizeof(float), sizeof(float)),
-                         EPX_FLOAT32, row_routes};
+    args.recv_weights = Tensors::reshaped(tensors.floats_out("recv_weights", data.recv_weights[rank], 0), row_routes);
   }
   args.counts = {buffers.output("counts", data.counts[rank].size() * index_bytes, index_bytes), layer_.counts_dtype,
                  group_.shape().num_ranks};
@@ -423,9 +425,8 @@ void LayerRun::combine_rank_major(const Workload& work) {
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
   auto args = make_rank_major_args<CombineRankMajorArgs>(buffers);
-  const ConstTensor rows = tensors.rows_in("expert_out", data.expert_out[rank]);
-  args.expert_out = {
-      rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.combine_hidden}};
+  args.expert_out =
+      Tensors::reshaped(tensors.rows_in("expert_out", data.expert_out[rank]), by_source(work, layer_.combine_hidden));
   args.out = tensors.rows_out("out", data.out[rank]);
 
   group_.view().combine_rank_major(args);
@@ -440,9 +441,8 @@ void LayerRun::combine_rank_major_bwd(const Workload& work) {
   Tensors tensors(buffers);
   auto args = make_rank_major_args<CombineRankMajorBwdArgs>(buffers);
   args.grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
-  const Tensor rows = tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]);
-  args.grad_expert_out = {
-      rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.combine_hidden}};
+  args.grad_expert_out = Tensors::reshaped(tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]),
+                                           by_source(work, layer_.combine_hidden));
 
   group_.view().combine_rank_major_bwd(args);
   finish(buffers, EPX_OP_COMBINE_RANK_MAJOR_BWD);
@@ -455,13 +455,11 @@ void LayerRun::dispatch_rank_major_bwd(const Workload& work) {
   CallBuffers buffers(group_.device(), group_.arenas(), placement_, rng_);
   Tensors tensors(buffers);
   auto args = make_rank_major_args<DispatchRankMajorBwdArgs>(buffers);
-  const ConstTensor rows = tensors.rows_in("grad_recv", data.grad_recv[rank]);
-  args.grad_recv = {rows.data(), rows.dtype(), {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.hidden}};
+  args.grad_recv = Tensors::reshaped(tensors.rows_in("grad_recv", data.grad_recv[rank]), by_source(work, layer_.hidden));
   args.grad_tokens = tensors.rows_out("grad_tokens", data.grad_tokens[rank]);
   if (!data.grad_recv_weights.empty()) {
-    const ConstTensor weights = tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0);
-    args.grad_recv_weights = {
-        weights.data(), EPX_FLOAT32, {group_.shape().num_ranks, work.rank_major->rows_per_source, layer_.top_k}};
+    args.grad_recv_weights = Tensors::reshaped(tensors.floats_in("grad_recv_weights", data.grad_recv_weights[rank], 0),
+                                               by_source(work, layer_.top_k));
     args.grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
   }
 
@@ -470,6 +468,23 @@ void LayerRun::dispatch_rank_major_bwd(const Workload& work) {
   check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);
   if (!data.grad_recv_weights.empty())
     check_floats("grad_topk_weights", data.grad_topk_weights[rank], tensors.next_output(), NanRule::bits);
+}
+
+void LayerRun::call(epx_operation operation, const Workload& work) {
+  switch (operation) {
+#define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
+  case EPX_OP_##NUMBER:                                                                                                    \
+    return name(work);
+    EPX_OPERATIONS(EPX_TEST_CALL)
+#undef EPX_TEST_CALL
+  default:
+    fail_check("a layer makes no call of operation {}", static_cast<int>(operation));
+  }
+}
+
+void LayerRun::movements(const Workload& work) {
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD})
+    call(operation, work);
 }
 
 void run_iteration(GroupRun& group, LayerRun& layer, const Workload& work) {

@@ -34,6 +34,9 @@ public:
   void combine_rank_major_bwd(const Workload& work);
   void dispatch_rank_major_bwd(const Workload& work);
 
+  void call(epx_operation operation, const Workload& work); // one of these
+  void movements(const Workload& work);                     // dispatch, combine, combine_bwd and dispatch_bwd
+
   const std::vector<std::byte>& handle() const { return handle_; }
   const std::vector<std::byte>& rank_major_handle() const { return rank_major_handle_; }
 
@@ -59,6 +62,9 @@ private:
   Args make_args(CallBuffers& buffers); // layer, handle memory and stream
   template <typename Args>
   Args make_rank_major_args(CallBuffers& buffers);
+  Shape by_source(const Workload& work, int64_t columns) const { // [P, M, columns]
+    return {group_.shape().num_ranks, work.rank_major->rows_per_source, columns};
+  }
   void finish(CallBuffers& buffers, epx_operation operation);
   void expect_after_call(const Workload& work, epx_operation operation, int64_t rows);
 
