@@ -61,7 +61,6 @@ void check_refused(const TempDirectory& directory, const std::vector<std::string
 TEST_SUITE_BEGIN("file_bootstrap");
 
 TEST_CASE("a directory of that name with other files in it is refused, and the files stay") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("moe");
   make_private_directory(job);
@@ -86,7 +85,6 @@ TEST_CASE("a directory of that name with other files in it is refused, and the f
 }
 
 TEST_CASE("only names and contents that are both epx's own are taken for epx's") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
   make_private_directory(job);
@@ -131,7 +129,6 @@ TEST_CASE("only names and contents that are both epx's own are taken for epx's")
 
 // Their writer may be a rank of this job that has loaded another libepx, which this rank cannot know.
 TEST_CASE("files in the format of an older epx are refused with what to do about them, and they stay") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
   make_private_directory(job);
@@ -144,7 +141,6 @@ TEST_CASE("files in the format of an older epx are refused with what to do about
 }
 
 TEST_CASE("what is not a plain file of this user is refused") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
   make_private_directory(job);
@@ -175,7 +171,6 @@ TEST_CASE("what is not a plain file of this user is refused") {
 }
 
 TEST_CASE("files that a network file system keeps are ignored and not removed") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
   make_private_directory(job);
@@ -189,7 +184,6 @@ TEST_CASE("files that a network file system keeps are ignored and not removed") 
 }
 
 TEST_CASE("a directory with another mode or owner, a file, and a link are refused as they are") {
-  const TimeLimit limit(30);
   const TempDirectory directory;
   const fs::path job = directory.job("job");
   const fs::path elsewhere = fs::path(directory.path()) / "elsewhere";
@@ -284,8 +278,7 @@ TEST_CASE("when the directory is swapped while ranks use it, they fail and write
 
 // Ranks of root join below a directory in which another user may write and rename.
 TEST_CASE("another user who swaps the directory gets no file of root's" * doctest::skip(::geteuid() != 0)) {
-  const TimeLimit limit(60);
-  const TempDirectory directory;
+  const TempDirectory directory(60);
   const fs::path job = directory.job("job");
   const fs::path trap = fs::path(directory.path()) / "trap";
   REQUIRE(::chmod(directory.path().c_str(), 0777) == 0); // no sticky bit

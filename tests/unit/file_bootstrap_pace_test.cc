@@ -40,8 +40,7 @@ TEST_CASE("together the ranks poll no more than 10,000 times a second, and list 
 }
 
 TEST_CASE("64 ranks that wait for rank 0 list the directory seldom") {
-  const TimeLimit limit(60);
-  const TempDirectory directory;
+  const CleanDirectory directory(60);
   constexpr int kWaiting = 64;
   constexpr auto kTimeout = 6000ms; // on a busy machine some threads come late
   const int64_t before = num_listings;
@@ -56,5 +55,4 @@ TEST_CASE("64 ranks that wait for rank 0 list the directory seldom") {
   const int64_t each = 7 + elapsed / epx::listing_interval(kWaiting + 1);
   CHECK(num_listings - before <= kWaiting * each);
   CHECK(num_listings - before >= kWaiting * 3); // they are counted
-  CHECK(names_in(directory.path()).empty());
 }

@@ -28,6 +28,7 @@
 #include <fmt/format.h>
 
 #include "base/error.h"
+#include "tests/support/system_state.h"
 #include "tests/support/time_limit.h"
 #include "transport/bootstrap/file.h"
 
@@ -45,27 +46,6 @@ inline constexpr milliseconds kPatient = 20s; // a test that waits this long has
 inline constexpr milliseconds kShort = 1000ms;
 inline constexpr milliseconds kSlack = 3s; // what a loaded machine may add to a bounded wait
 
-class TempDirectory {
-public:
-  TempDirectory() {
-    std::string name = (fs::temp_directory_path() / "epx-file-bootstrap-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-    path_ = name;
-  }
-  ~TempDirectory() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
-  }
-  TempDirectory(const TempDirectory&) = delete;
-  TempDirectory& operator=(const TempDirectory&) = delete;
-
-  const std::string& path() const { return path_; }
-  fs::path job(const std::string& id) const { return fs::path(path_) / ("epx-" + id); }
-
-private:
-  std::string path_;
-};
-
 inline std::set<std::string> names_in(const fs::path& directory) {
   std::set<std::string> names;
   std::error_code error;
@@ -73,6 +53,25 @@ inline std::set<std::string> names_in(const fs::path& directory) {
     names.insert(it->path().filename().string());
   return names;
 }
+
+// A directory of a test, which may take `seconds`.
+class TempDirectory : public test::TempDirectory {
+public:
+  explicit TempDirectory(unsigned seconds = 30) : limit_(seconds) {}
+
+  std::string path() const { return test::TempDirectory::path().string(); }
+  fs::path job(const std::string& id) const { return fs::path(path()) / ("epx-" + id); }
+
+private:
+  TimeLimit limit_;
+};
+
+// The same, and the test fails unless there is nothing in it in the end.
+class CleanDirectory : public TempDirectory {
+public:
+  using TempDirectory::TempDirectory;
+  ~CleanDirectory() { CHECK(names_in(path()).empty()); }
+};
 
 template <typename Condition>
 bool wait_until(Condition condition, milliseconds limit = kPatient) {
