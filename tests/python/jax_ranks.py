@@ -6,6 +6,7 @@ import os
 import pathlib
 import socket
 import time
+import unittest
 
 import ranks
 
@@ -75,6 +76,15 @@ def make_group(**changes):
         return epx.jax.make_group(mesh, "ep", transport="nccl", **config(**changes))
     with epx.bootstrap.from_jax() as bootstrap:
         return epx.Group(bootstrap, transport="host", **config(**changes))
+
+
+class TestCase(unittest.TestCase):
+    def group(self, **changes):
+        """As make_group(), for one test, which fails when the group reports anything in the end."""
+        group = make_group(**changes)
+        self.addCleanup(group.destroy)
+        self.addCleanup(group.check)  # before that
+        return group
 
 
 def experts(rows, offsets, weight):

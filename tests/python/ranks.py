@@ -152,6 +152,16 @@ def at_once(*functions):
     return results
 
 
+def refused(test, words, call):
+    """Checks that a call is refused with a sentence that has these words. Returns the exception."""
+    import epx
+
+    with test.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
+        call()
+    test.assertIn(words, str(caught.exception))
+    return caught.exception
+
+
 def main():
     """Runs the tests of the calling module in the order of their names, which is the same on all ranks."""
     unittest.main(module="__main__", verbosity=2 if rank() == 0 else 0, failfast=True)

@@ -104,6 +104,22 @@ def dense(idx, tokens, weights, matrices):
     return ((weights * (idx >= 0))[..., None] * chosen).sum(1)
 
 
+def check_against_dense(data, out, leaves, own, *, weighted=True, tolerance=1e-5):
+    """Compares a layer's output, and the gradients of its sin().sum() with respect to the leaves, which are this rank's tokens
+    and weights and its experts' matrices (the slice `own`), with the dense model in float64 by one process."""
+    wanted, losses = [], []
+    for rank in range(RANKS):
+        weights = data.weights[rank] if weighted else torch.ones_like(data.weights[rank])
+        wanted.append(dense(data.idx[rank], data.tokens[rank], weights, data.matrices))
+        losses.append(wanted[-1].sin().sum())
+    torch.testing.assert_close(out.double().cpu(), wanted[RANK], rtol=tolerance, atol=tolerance)
+    found = gradients(out.float().sin().sum(), leaves)
+    expected = gradients(losses[RANK], [data.tokens[RANK], data.weights[RANK]], keep=True)
+    expected.append(gradients(sum(losses), [data.matrices])[0][own])
+    for grad, expected_grad in zip(found, expected):
+        torch.testing.assert_close(grad.double().cpu(), expected_grad, rtol=10 * tolerance, atol=10 * tolerance)
+
+
 def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None, in_one_call=False):
     """The same by the operations; `matrices` are those of this rank's experts. in_one_call: by prepare_dispatch."""
     dtype = matrices.dtype if tokens.dtype == torch.float64 else tokens.dtype

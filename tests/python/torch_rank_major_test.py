@@ -23,7 +23,6 @@ from torch_model import (
     Graphs,
     compiled,
     count_calls,
-    dense,
     gradients,
     make_group,
     on_device,
@@ -61,16 +60,7 @@ class RankMajor(unittest.TestCase):
         for leaf in leaves:
             leaf.requires_grad_()
         out = self.layer(group, on_device(data.idx[RANK]), leaves[0], leaves[1] if weighted else None, leaves[2], **options)
-        wanted, losses = [], []
-        for rank in range(RANKS):
-            rank_weights = data.weights[rank] if weighted else torch.ones_like(data.weights[rank])
-            wanted.append(dense(data.idx[rank], data.tokens[rank], rank_weights, matrices))
-            losses.append(wanted[-1].sin().sum())
-        torch.testing.assert_close(out.double().cpu(), wanted[RANK], rtol=tolerance, atol=tolerance)
-        found = gradients(out.float().sin().sum(), leaves)
-        expected = gradients(losses[RANK], [tokens, weights], keep=True) + [gradients(sum(losses), [matrices])[0][own]]
-        for grad, expected_grad in zip(found, expected):
-            torch.testing.assert_close(grad.double().cpu(), expected_grad, rtol=10 * tolerance, atol=10 * tolerance)
+        torch_model.check_against_dense(data, out, leaves, own, weighted=weighted, tolerance=tolerance)
         group.check()
 
     def test_1_against_dense(self):
@@ -206,9 +196,7 @@ class RankMajor(unittest.TestCase):
                 "expert_out is int32": lambda: combine(plan, rows.int()),
                 "precision": lambda: combine(exact_plan, exact_rows),
             }.items():
-                with self.assertRaises(epx.InvalidArgumentError, msg=words) as caught:
-                    call()
-                self.assertIn(words, str(caught.exception))
+                ranks.refused(self, words, call)
             self.check(group, [4] * RANKS)  # the refused calls have not taken part
             # The plan of an expert-major prepare is another one's.
             expert_major = epx.torch.prepare(group, idx)
