@@ -216,27 +216,49 @@ void each_rank(int num_ranks, const std::function<void(int rank, Exchange& excha
   });
 }
 
-struct RankOutcome {
-  std::mutex mutex;
-  std::optional<Verdict> verdict;
-  std::atomic<int> calls{0};
-
-  ControlConnection::OnVerdict keep() {
-    return [this](const Verdict& found) {
-      const std::scoped_lock lock(mutex);
-      verdict = found;
-      ++calls;
-    };
+// A rank's control connection, and the verdict that it has been told.
+class Member {
+public:
+  Member(int rank, int num_ranks, std::chrono::milliseconds timeout, Exchange& exchange) : rank_(rank) {
+    control_.emplace(rank, num_ranks, timeout, exchange);
+    control_->deliver_to([this](const Verdict& found) {
+      const std::scoped_lock lock(mutex_);
+      verdict_ = found;
+      ++calls_;
+    });
   }
+
+  ControlConnection* operator->() { return &*control_; }
+  void leave() { control_.reset(); }
+
   Verdict wait() {
     const auto deadline = Clock::now() + 20s;
-    while (calls == 0) {
+    while (calls_ == 0) {
       test::check(Clock::now() < deadline, "no verdict has come");
       std::this_thread::sleep_for(1ms);
     }
-    const std::scoped_lock lock(mutex);
-    return *verdict;
+    const std::scoped_lock lock(mutex_);
+    return *verdict_;
   }
+  // Waits for the verdict, which must have this culprit and cause. Returns it.
+  Verdict expect(int culprit, Cause cause) {
+    const Verdict verdict = wait();
+    check(verdict.culprit == culprit && verdict.cause == cause);
+    return verdict;
+  }
+  // What else the verdict must be.
+  void check(bool is_right) const {
+    test::check(is_right, "rank {} is told: rank {} {}, call {}", rank_, verdict_->culprit, describe(verdict_->cause),
+                verdict_->sequence);
+  }
+  void check_num_verdicts(int expected) const { test::check_equal(calls_.load(), expected, "the number of verdicts"); }
+
+private:
+  int rank_;
+  std::mutex mutex_;
+  std::optional<Verdict> verdict_;
+  std::atomic<int> calls_{0};
+  std::optional<ControlConnection> control_; // whose watchdog ends before what it calls
 };
 
 TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
@@ -245,23 +267,18 @@ TEST_CASE("a rank that is late is named on every rank, whoever reports it") {
       const int late = reporter == 0 ? num_ranks - 1 : 0;
       Meeting told(num_ranks), decided(num_ranks);
       each_rank(num_ranks, [&](int rank, Exchange& exchange) {
-        RankOutcome outcome;
-        ControlConnection control(rank, num_ranks, kLong, exchange);
-        control.deliver_to(outcome.keep());
-        control.begin_call(rank == late ? 3 : 4);
+        Member member(rank, num_ranks, kLong, exchange);
+        member->begin_call(rank == late ? 3 : 4);
         told.wait();
         std::this_thread::sleep_for(1200ms); // two heartbeats
         if (rank == reporter) {
-          const std::optional<Verdict> verdict = control.report_timeout(late, EPX_OP_COMBINE, 4);
+          const std::optional<Verdict> verdict = member->report_timeout(late, EPX_OP_COMBINE, 4);
           test::check(verdict && verdict->culprit == late, "the reporting rank got another verdict");
         }
-        const Verdict verdict = outcome.wait();
-        test::check(verdict.culprit == late && verdict.cause == Cause::late && verdict.operation == EPX_OP_COMBINE &&
-                        verdict.sequence == 4,
-                    "rank {} is told: rank {} {}, call {}", rank, verdict.culprit, describe(verdict.cause),
-                    verdict.sequence);
+        const Verdict verdict = member.expect(late, Cause::late);
+        member.check(verdict.operation == EPX_OP_COMBINE && verdict.sequence == 4);
         decided.wait();
-        test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
+        member.check_num_verdicts(1);
       });
     }
   }
@@ -271,24 +288,21 @@ TEST_CASE("a report without a missing rank is decided once somebody knows one, a
   constexpr int kRanks = 3;
   Meeting told(kRanks), undecided(kRanks), decided(kRanks);
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
-    RankOutcome outcome;
-    ControlConnection control(rank, kRanks, 400ms, exchange);
-    control.deliver_to(outcome.keep());
-    control.set_progress(4, true);
+    Member member(rank, kRanks, 400ms, exchange);
+    member->set_progress(4, true);
     told.wait();
     std::this_thread::sleep_for(200ms); // ten heartbeats
-    if (rank != 2) control.report_stuck(-1, EPX_OP_COMBINE, 4);
+    if (rank != 2) member->report_stuck(-1, EPX_OP_COMBINE, 4);
     std::this_thread::sleep_for(600ms);
-    test::check_equal(outcome.calls.load(), 0, "the number of verdicts while all ranks are in the call");
-    control.withdraw_report();
+    member.check_num_verdicts(0);
+    member->withdraw_report();
     undecided.wait();
-    if (rank == 2) control.set_progress(4, false); // it has ended the call, and does not begin the next one
-    if (rank == 1) control.set_progress(5, true);
+    if (rank == 2) member->set_progress(4, false); // it has ended the call, and does not begin the next one
+    if (rank == 1) member->set_progress(5, true);
     std::this_thread::sleep_for(200ms);
-    if (rank == 1) control.report_stuck(-1, EPX_OP_DISPATCH, 5);
-    const Verdict verdict = outcome.wait();
-    test::check(verdict.culprit == 2 && verdict.cause == Cause::late && verdict.sequence == 5,
-                "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+    if (rank == 1) member->report_stuck(-1, EPX_OP_DISPATCH, 5);
+    const Verdict verdict = member.expect(2, Cause::late);
+    member.check(verdict.sequence == 5);
     decided.wait();
   });
 }
@@ -324,7 +338,6 @@ TEST_CASE("a report is judged by all that was sent before it, in whatever order 
   Meeting joined(kRanks), judged(kRanks);
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
     if (rank == 0) {
-      RankOutcome outcome;
       int looks = 0;
       uint16_t port = 0;
       const std::function<void(int)> send_between = [&](int fd) {
@@ -332,16 +345,15 @@ TEST_CASE("a report is judged by all that was sent before it, in whatever order 
         if (looks == 1) send_message(heartbeat_fd, ControlKind::heartbeat, 4);
         if (looks <= 3) send_message(report_fd, looks == 1 ? ControlKind::report : ControlKind::failure, 4);
       };
-      ControlConnection control(0, kRanks, kLong, exchange); // whose watchdog ends before what it calls
-      control.deliver_to(outcome.keep());
-      control.set_progress(4, true);
+      Member member(0, kRanks, kLong, exchange);
+      member->set_progress(4, true);
       joined.wait();
       port = port_of(heartbeat_fd, ::getsockname);
       test::g_after_empty_recv = &send_between;
-      const Verdict verdict = outcome.wait();
+      const Verdict verdict = member.wait();
       judged.wait();
       test::g_after_empty_recv = nullptr;
-      test::check(verdict.cause == Cause::failed, "rank {} {}", verdict.culprit, describe(verdict.cause));
+      member.check(verdict.cause == Cause::failed);
       return;
     }
     exchange.all_gather([] { return int64_t{60'000}; }); // timeouts; then the join, and the start of the watchdogs
@@ -358,14 +370,11 @@ TEST_CASE("a rank that ends the group tells all others why") {
   for (const int ends : {0, 2}) {
     Meeting decided(kRanks);
     each_rank(kRanks, [&](int rank, Exchange& exchange) {
-      RankOutcome outcome;
-      ControlConnection control(rank, kRanks, kLong, exchange);
-      control.deliver_to(outcome.keep());
-      if (rank == ends) control.report_failure(1, EPX_ERROR_SYSTEM, EPX_OP_DISPATCH, 9);
-      const Verdict verdict = outcome.wait();
-      test::check(verdict.culprit == 1 && verdict.cause == Cause::failed && verdict.status == EPX_ERROR_SYSTEM &&
-                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 && verdict.reporter == ends,
-                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      Member member(rank, kRanks, kLong, exchange);
+      if (rank == ends) member->report_failure(1, EPX_ERROR_SYSTEM, EPX_OP_DISPATCH, 9);
+      const Verdict verdict = member.expect(1, Cause::failed);
+      member.check(verdict.status == EPX_ERROR_SYSTEM && verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 &&
+                   verdict.reporter == ends);
       decided.wait();
     });
   }
@@ -387,15 +396,12 @@ TEST_CASE("where rank 0 dies, that is the verdict, and no failure that follows f
         decided.wait();
         return;
       }
-      RankOutcome outcome;
-      ControlConnection control(rank, kRanks, kLong, exchange);
-      control.deliver_to(outcome.keep());
+      Member member(rank, kRanks, kLong, exchange);
       joined.wait();
       std::this_thread::sleep_for(delay);
-      if (rank == 1) control.report_failure(2, EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 9);
-      const Verdict verdict = outcome.wait();
-      test::check(verdict.culprit == 0 && verdict.cause == Cause::died && verdict.status == EPX_ERROR_TIMEOUT,
-                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      if (rank == 1) member->report_failure(2, EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 9);
+      const Verdict verdict = member.expect(0, Cause::died);
+      member.check(verdict.status == EPX_ERROR_TIMEOUT);
       decided.wait();
     });
   }
@@ -406,14 +412,11 @@ TEST_CASE("a rank that hangs says so, and is named by all") {
   for (const int hangs : {0, 2}) {
     Meeting decided(kRanks);
     each_rank(kRanks, [&](int rank, Exchange& exchange) {
-      RankOutcome outcome;
-      ControlConnection control(rank, kRanks, kLong, exchange);
-      control.deliver_to(outcome.keep());
-      if (rank == hangs) control.report_hang(EPX_OP_DISPATCH, 9);
-      const Verdict verdict = outcome.wait();
-      test::check(verdict.culprit == hangs && verdict.cause == Cause::hangs && verdict.status == EPX_ERROR_TIMEOUT &&
-                      verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 && verdict.reporter == hangs,
-                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      Member member(rank, kRanks, kLong, exchange);
+      if (rank == hangs) member->report_hang(EPX_OP_DISPATCH, 9);
+      const Verdict verdict = member.expect(hangs, Cause::hangs);
+      member.check(verdict.status == EPX_ERROR_TIMEOUT && verdict.operation == EPX_OP_DISPATCH && verdict.sequence == 9 &&
+                   verdict.reporter == hangs);
       decided.wait();
     });
   }
@@ -424,24 +427,21 @@ TEST_CASE("a broken connection that nobody's death explains is nobody's fault, o
   for (const int reporter : {0, 2}) {
     Meeting told(kRanks), decided(kRanks);
     each_rank(kRanks, [&](int rank, Exchange& exchange) {
-      RankOutcome outcome;
-      ControlConnection control(rank, kRanks, 400ms, exchange);
-      control.deliver_to(outcome.keep());
-      control.set_progress(4, true, EPX_OP_COMBINE);
+      Member member(rank, kRanks, 400ms, exchange);
+      member->set_progress(4, true, EPX_OP_COMBINE);
       told.wait();
       if (rank == reporter) {
         const auto begin = Clock::now();
-        const std::optional<Verdict> verdict = control.report_broken_connection(1, EPX_OP_COMBINE, 4);
+        const std::optional<Verdict> verdict = member->report_broken_connection(1, EPX_OP_COMBINE, 4);
         test::check(verdict && verdict->cause == Cause::network, "the reporting rank got another verdict");
         const auto waited = Clock::now() - begin;
         test::check(waited >= 1s, "the verdict came after {} ms, before a death would have been told", waited / 1ms);
       }
-      const Verdict verdict = outcome.wait();
-      test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_SYSTEM &&
-                      verdict.reporter == reporter && verdict.other_rank == 1 && verdict.sequence == 4,
-                  "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+      const Verdict verdict = member.expect(-1, Cause::network);
+      member.check(verdict.status == EPX_ERROR_SYSTEM && verdict.reporter == reporter && verdict.other_rank == 1 &&
+                   verdict.sequence == 4);
       decided.wait();
-      test::check_equal(outcome.calls.load(), 1, "the number of verdicts");
+      member.check_num_verdicts(1);
     });
   }
 }
@@ -451,14 +451,13 @@ TEST_CASE("where rank 0 has left, a rank decides about a broken connection itsel
   for (const bool has_made_call : {false, true}) {
     Meeting gone(kRanks), decided(kRanks);
     each_rank(kRanks, [&](int rank, Exchange& exchange) {
-      std::optional<ControlConnection> control;
-      control.emplace(rank, kRanks, kLong, exchange);
-      control->set_progress(rank == 0 && !has_made_call ? 3 : 4, rank != 0, EPX_OP_COMBINE);
-      if (rank == 0) control.reset();
+      Member member(rank, kRanks, kLong, exchange);
+      member->set_progress(rank == 0 && !has_made_call ? 3 : 4, rank != 0, EPX_OP_COMBINE);
+      if (rank == 0) member.leave();
       gone.wait();
       if (rank == 1) {
         const auto begin = Clock::now();
-        const std::optional<Verdict> verdict = control->report_broken_connection(2, EPX_OP_COMBINE, 4);
+        const std::optional<Verdict> verdict = member->report_broken_connection(2, EPX_OP_COMBINE, 4);
         const auto waited = Clock::now() - begin;
         test::check(waited < 900ms, "the verdict came after {} ms", waited / 1ms);
         test::check(verdict && verdict->culprit == (has_made_call ? -1 : 0) &&
@@ -475,20 +474,15 @@ TEST_CASE("the last report always gets a verdict, also where rank 0 has left") {
   for (const bool has_left : {false, true}) {
     Meeting gone(kRanks), decided(kRanks);
     each_rank(kRanks, [&](int rank, Exchange& exchange) {
-      RankOutcome outcome;
-      std::optional<ControlConnection> control;
-      control.emplace(rank, kRanks, 400ms, exchange);
-      control->deliver_to(outcome.keep());
-      control->set_progress(4, true, EPX_OP_COMBINE);
-      if (rank == 0 && has_left) control.reset();
+      Member member(rank, kRanks, 400ms, exchange);
+      member->set_progress(4, true, EPX_OP_COMBINE);
+      if (rank == 0 && has_left) member.leave();
       gone.wait();
       if (rank != 0) std::this_thread::sleep_for(200ms); // ten heartbeats
-      if (rank == 1) control->report_stuck(-1, EPX_OP_COMBINE, 4, ReportKind::last);
+      if (rank == 1) member->report_stuck(-1, EPX_OP_COMBINE, 4, ReportKind::last);
       if (rank == 1 || (rank == 0 && !has_left)) {
-        const Verdict verdict = outcome.wait();
-        test::check(verdict.culprit == -1 && verdict.cause == Cause::network && verdict.status == EPX_ERROR_TIMEOUT &&
-                        verdict.reporter == 1,
-                    "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+        const Verdict verdict = member.expect(-1, Cause::network);
+        member.check(verdict.status == EPX_ERROR_TIMEOUT && verdict.reporter == 1);
       }
       decided.wait();
     });
@@ -499,18 +493,14 @@ TEST_CASE("ranks that tell different operations of the same call are out of sequ
   constexpr int kRanks = 3;
   Meeting told(kRanks); // by rank 0, which compares the others with itself
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
-    RankOutcome outcome;
-    ControlConnection control(rank, kRanks, kLong, exchange);
-    control.deliver_to(outcome.keep());
-    if (rank == 0) control.set_progress(4, true, EPX_OP_PREPARE);
+    Member member(rank, kRanks, kLong, exchange);
+    if (rank == 0) member->set_progress(4, true, EPX_OP_PREPARE);
     told.wait();
-    if (rank != 0) control.set_progress(4, true, rank == 2 ? EPX_OP_DISPATCH : EPX_OP_PREPARE);
+    if (rank != 0) member->set_progress(4, true, rank == 2 ? EPX_OP_DISPATCH : EPX_OP_PREPARE);
     const auto begin = Clock::now();
-    const Verdict verdict = outcome.wait();
-    test::check(verdict.culprit == -1 && verdict.cause == Cause::out_of_sequence && verdict.sequence == 4 &&
-                    verdict.reporter == 0 && verdict.operation == EPX_OP_PREPARE && verdict.other_rank == 2 &&
-                    verdict.other_operation == EPX_OP_DISPATCH,
-                "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+    const Verdict verdict = member.expect(-1, Cause::out_of_sequence);
+    member.check(verdict.sequence == 4 && verdict.reporter == 0 && verdict.operation == EPX_OP_PREPARE &&
+                 verdict.other_rank == 2 && verdict.other_operation == EPX_OP_DISPATCH);
     test::check(Clock::now() - begin < 5s, "the verdict has waited for more than heartbeats");
   });
 }
@@ -519,16 +509,12 @@ TEST_CASE("a rank whose timeout is longer than that of others is not taken for a
   constexpr int kRanks = 3, kLate = 2;
   Meeting told(kRanks), decided(kRanks);
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
-    RankOutcome outcome;
-    ControlConnection control(rank, kRanks, rank == 1 ? kLong : 200ms, exchange); // kLong alone: a heartbeat each 500 ms
-    control.deliver_to(outcome.keep());
-    control.begin_call(rank == kLate ? 3 : 4);
+    Member member(rank, kRanks, rank == 1 ? kLong : 200ms, exchange); // kLong alone: a heartbeat each 500 ms
+    member->begin_call(rank == kLate ? 3 : 4);
     told.wait();
     std::this_thread::sleep_for(450ms);
-    if (rank == 0) control.report_timeout(kLate, EPX_OP_COMBINE, 4);
-    const Verdict verdict = outcome.wait();
-    test::check(verdict.culprit == kLate && verdict.cause == Cause::late, "rank {} is told: rank {} {}", rank,
-                verdict.culprit, describe(verdict.cause));
+    if (rank == 0) member->report_timeout(kLate, EPX_OP_COMBINE, 4);
+    member.expect(kLate, Cause::late);
     decided.wait();
   });
 }
@@ -537,17 +523,14 @@ TEST_CASE("ranks that leave are not taken for dead, and reports to nobody end") 
   constexpr int kRanks = 3;
   Meeting gone(kRanks);
   each_rank(kRanks, [&](int rank, Exchange& exchange) {
-    RankOutcome outcome;
-    std::optional<ControlConnection> control;
-    control.emplace(rank, kRanks, kLong, exchange);
-    control->deliver_to(outcome.keep());
-    if (rank != 1) control.reset();
+    Member member(rank, kRanks, kLong, exchange);
+    if (rank != 1) member.leave();
     gone.wait();
     if (rank != 1) return;
     std::this_thread::sleep_for(1500ms); // longer than a death would take to be told
-    test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+    member.check_num_verdicts(0);
     const auto begin = Clock::now();
-    test::check(!control->report_timeout(2, EPX_OP_PREPARE, 1), "a rank that has left decided");
+    test::check(!member->report_timeout(2, EPX_OP_PREPARE, 1), "a rank that has left decided");
     test::check(Clock::now() - begin < 1300ms, "a report to nobody waited for a verdict, which takes 1500 ms");
   });
 }
@@ -558,24 +541,20 @@ TEST_CASE("a rank that has left before a call is late there, rank 0 too, and one
     for (const bool has_made_call : {false, true}) {
       Meeting gone(kRanks), decided(kRanks);
       each_rank(kRanks, [&](int rank, Exchange& exchange) {
-        RankOutcome outcome;
-        std::optional<ControlConnection> control;
-        control.emplace(rank, kRanks, kLong, exchange); // no heartbeat comes before the goodbye
-        control->deliver_to(outcome.keep());
-        control->set_progress(4, true);
+        Member member(rank, kRanks, kLong, exchange); // no heartbeat comes before the goodbye
+        member->set_progress(4, true);
         if (rank == leaves) {
-          control->set_progress(has_made_call ? 4 : 3, has_made_call);
-          control.reset();
+          member->set_progress(has_made_call ? 4 : 3, has_made_call);
+          member.leave();
         }
         gone.wait();
-        if (rank == 1) control->report_stuck(-1, EPX_OP_COMBINE, 4);
+        if (rank == 1) member->report_stuck(-1, EPX_OP_COMBINE, 4);
         if (has_made_call) {
           std::this_thread::sleep_for(700ms);
-          test::check_equal(outcome.calls.load(), 0, "the number of verdicts where no rank is late");
+          member.check_num_verdicts(0);
         } else if (rank == 1) {
-          const Verdict verdict = outcome.wait();
-          test::check(verdict.culprit == leaves && verdict.cause == Cause::late && verdict.sequence == 4,
-                      "rank {} is told: rank {} {}", rank, verdict.culprit, describe(verdict.cause));
+          const Verdict verdict = member.expect(leaves, Cause::late);
+          member.check(verdict.sequence == 4);
         }
         decided.wait();
       });
@@ -584,21 +563,17 @@ TEST_CASE("a rank that has left before a call is late there, rank 0 too, and one
 
 TEST_CASE("a timeout that is shorter than the time between heartbeats ends nothing") {
   each_rank(3, [](int rank, Exchange& exchange) {
-    RankOutcome outcome;
-    ControlConnection control(rank, 3, 10ms, exchange);
-    control.deliver_to(outcome.keep());
+    Member member(rank, 3, 10ms, exchange);
     std::this_thread::sleep_for(400ms);
-    test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+    member.check_num_verdicts(0);
   });
 }
 
 TEST_CASE("connections are made and ended at once, many times") {
   for (int round = 0; round < 20; ++round)
     each_rank(4, [&](int rank, Exchange& exchange) {
-      RankOutcome outcome;
-      ControlConnection control(rank, 4, kLong, exchange);
-      control.deliver_to(outcome.keep());
-      test::check_equal(outcome.calls.load(), 0, "the number of verdicts");
+      Member member(rank, 4, kLong, exchange);
+      member.check_num_verdicts(0);
     });
 }
 

@@ -88,6 +88,12 @@ Routing routing(int64_t num_tokens, const Ints& topk_idx) {
   return {num_tokens, topk_idx};
 }
 
+void check_rank(const RankPlan& plan, const Ints& counts, const Ints& offsets, const Info& info) {
+  CHECK(plan.counts == counts);
+  CHECK(plan.offsets == offsets);
+  CHECK(plan.info == info);
+}
+
 Slots origins(const RankPlan& plan, int64_t first, int64_t count) {
   const auto begin = plan.slot_origin.begin() + first * 3;
   return {begin, begin + count * 3};
@@ -139,14 +145,24 @@ Bits combine_one_rank(epx_combine_precision precision, epx_dtype dtype, const Fl
   return combine_one(one_token(1, 1, 0, Ints(values.size(), 0), precision), 0, dtype, values, weights);
 }
 
-float weight_gradient(const Floats& grad_out, const Floats& expert_out) {
+// The gradient that combine_bwd gives the only route of a rank's only token.
+Matrix row_gradient(const Matrix& grad_out, const std::vector<Floats>& weights = {}) {
+  const std::vector<Matrix> grad{grad_out};
+  std::vector<Matrix> grad_expert{raw(grad_out.dtype, 1, grad_out.cols, Bits(grad_out.cols, 7))};
+  combine_bwd(one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE), {grad, {}, weights, grad_expert, {}});
+  return grad_expert[0];
+}
+
+float weight_gradient(const Matrix& grad_out, const Matrix& expert_out) {
   const Plan plan = one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE);
-  const std::vector<Matrix> grad{row32(grad_out)};
-  const std::vector<Matrix> expert{row32(expert_out)};
-  std::vector<Matrix> grad_expert{row32(Floats(grad_out.size()))};
+  const std::vector<Matrix> grad{grad_out}, expert{expert_out};
+  std::vector<Matrix> grad_expert{grad_out};
   std::vector<Floats> grad_weights{{kNan}};
   combine_bwd(plan, {grad, expert, {}, grad_expert, grad_weights});
   return grad_weights[0][0];
+}
+float weight_gradient(const Floats& grad_out, const Floats& expert_out) {
+  return weight_gradient(row32(grad_out), row32(expert_out));
 }
 
 struct Conversion {
@@ -298,12 +314,11 @@ TEST_SUITE("reference: elements") {
 TEST_SUITE("reference: prepare") {
   TEST_CASE("the first E mod P ranks own one expert more") {
     const Plan plan = prepare({7, 1, 1, 4, EPX_COMBINE_WIRE}, std::vector<Routing>(3));
-    CHECK(plan.ranks[0].first_local_expert == 0);
-    CHECK(plan.ranks[0].num_local_experts == 3);
-    CHECK(plan.ranks[1].first_local_expert == 3);
-    CHECK(plan.ranks[1].num_local_experts == 2);
-    CHECK(plan.ranks[2].first_local_expert == 5);
-    CHECK(plan.ranks[2].num_local_experts == 2);
+    const int first[] = {0, 3, 5}, count[] = {3, 2, 2};
+    for (int r = 0; r < 3; ++r) {
+      CHECK(plan.ranks[r].first_local_expert == first[r]);
+      CHECK(plan.ranks[r].num_local_experts == count[r]);
+    }
   }
 
   TEST_CASE("routes find the owner where experts are uneven") {
@@ -326,9 +341,7 @@ TEST_SUITE("reference: prepare") {
     }
     for (int r : {2, 3}) {
       CHECK(plan.ranks[r].num_local_experts == 0);
-      CHECK(plan.ranks[r].counts.empty());
-      CHECK(plan.ranks[r].offsets == Ints{0});
-      CHECK(plan.ranks[r].info == Info{0, 0, 0, 0, 0});
+      check_rank(plan.ranks[r], {}, {0}, {0, 0, 0, 0, 0});
     }
     CHECK(plan.ranks[3].slot == Slots{0, 1});
     CHECK(plan.ranks[3].expert_rank == Slots{0, 1});
@@ -341,13 +354,9 @@ TEST_SUITE("reference: prepare") {
     CHECK(plan.ranks[0].expert_rank == Slots{1, 0, 0, 1, 0, 1});
     CHECK(plan.ranks[1].slot == Slots{3, 2, 4, 4});
     CHECK(plan.ranks[1].expert_rank == Slots{0, 1, 1, 0});
-    CHECK(plan.ranks[0].counts == Ints{5, 0});
-    CHECK(plan.ranks[0].offsets == Ints{0, 5, 5});
-    CHECK(plan.ranks[1].counts == Ints{3, 2});
-    CHECK(plan.ranks[1].offsets == Ints{0, 3, 5});
+    check_rank(plan.ranks[0], {5, 0}, {0, 5, 5}, {5, 5, 0, 0, 5});
+    check_rank(plan.ranks[1], {3, 2}, {0, 3, 5}, {5, 5, 0, 0, 5});
     CHECK(plan.global_counts == Ints{3, 0, 2, 1, 2, 0, 1, 1});
-    CHECK(plan.ranks[0].info == Info{5, 5, 0, 0, 5});
-    CHECK(plan.ranks[1].info == Info{5, 5, 0, 0, 5});
     CHECK(plan.ranks[0].slot_origin.size() == 16 * 3);
     CHECK(origins(plan.ranks[0], 0, 5) == Slots{0, 0, 1, 0, 1, 0, 0, 2, 0, 1, 0, 0, 1, 1, 1});
     CHECK(origins(plan.ranks[0], 5, 11) == Slots(33, -1));
@@ -356,13 +365,10 @@ TEST_SUITE("reference: prepare") {
 
   TEST_CASE("zones are padded to the alignment, and an empty expert takes no rows") {
     const Plan plan = example_plan(4, 16);
-    CHECK(plan.ranks[0].counts == Ints{5, 0});
-    CHECK(plan.ranks[0].offsets == Ints{0, 8, 8});
-    CHECK(plan.ranks[1].counts == Ints{3, 2});
-    CHECK(plan.ranks[1].offsets == Ints{0, 4, 8});
+    check_rank(plan.ranks[0], {5, 0}, {0, 8, 8}, {5, 5, 0, 0, 8});
+    check_rank(plan.ranks[1], {3, 2}, {0, 4, 8}, {5, 5, 0, 0, 8});
     CHECK(plan.ranks[0].slot == Slots{0, 0, 1, 4, 2, 1});
     CHECK(plan.ranks[1].slot == Slots{3, 2, 5, 4});
-    CHECK(plan.ranks[0].info == Info{5, 5, 0, 0, 8});
     CHECK(origins(plan.ranks[1], 2, 4) == Slots{1, 0, 1, -1, -1, -1, 0, 1, 1, 1, 1, 0});
   }
 
@@ -374,35 +380,26 @@ TEST_SUITE("reference: prepare") {
 
   TEST_CASE("an alignment need not be a power of two") {
     const Plan plan = example_plan(3, 10); // R_a = 9
-    CHECK(plan.ranks[0].offsets == Ints{0, 6, 6});
-    CHECK(plan.ranks[1].offsets == Ints{0, 3, 6});
-    CHECK(plan.ranks[1].info == Info{5, 5, 0, 0, 6});
+    check_rank(plan.ranks[0], {5, 0}, {0, 6, 6}, {5, 5, 0, 0, 6});
+    check_rank(plan.ranks[1], {3, 2}, {0, 3, 6}, {5, 5, 0, 0, 6});
   }
 
   TEST_CASE("overflow inside a zone drops its last routes") {
     const Plan plan = example_plan(1, 4);
-    CHECK(plan.ranks[0].counts == Ints{4, 0});
-    CHECK(plan.ranks[0].offsets == Ints{0, 4, 4});
-    CHECK(plan.ranks[1].counts == Ints{3, 1});
-    CHECK(plan.ranks[1].offsets == Ints{0, 3, 4});
+    check_rank(plan.ranks[0], {4, 0}, {0, 4, 4}, {5, 4, 1, 0, 5});
+    check_rank(plan.ranks[1], {3, 1}, {0, 3, 4}, {5, 4, 1, 2, 5});
     CHECK(plan.ranks[0].slot == Slots{0, 0, 1, 3, 2, 1});
     CHECK(plan.ranks[1].slot == Slots{3, 2, -1, -1});
-    CHECK(plan.ranks[1].expert_rank == Slots{0, 1, 1, 0}); // a dropped route still has an owner
-    CHECK(plan.ranks[0].info == Info{5, 4, 1, 0, 5});
-    CHECK(plan.ranks[1].info == Info{5, 4, 1, 2, 5});
+    CHECK(plan.ranks[1].expert_rank == Slots{0, 1, 1, 0});     // a dropped route still has an owner
     CHECK(plan.global_counts == Ints{3, 0, 2, 1, 2, 0, 1, 1}); // before drops
   }
 
   TEST_CASE("a capacity that is no multiple of the alignment is rounded down") {
     const Plan plan = example_plan(4, 7); // R_a = 4
-    CHECK(plan.ranks[0].counts == Ints{4, 0});
-    CHECK(plan.ranks[0].offsets == Ints{0, 4, 4});
-    CHECK(plan.ranks[1].counts == Ints{3, 0});
-    CHECK(plan.ranks[1].offsets == Ints{0, 4, 4});
+    check_rank(plan.ranks[0], {4, 0}, {0, 4, 4}, {5, 4, 1, 1, 8});
+    check_rank(plan.ranks[1], {3, 0}, {0, 4, 4}, {5, 3, 2, 2, 8});
     CHECK(plan.ranks[0].slot == Slots{0, 0, 1, -1, 2, 1});
     CHECK(plan.ranks[1].slot == Slots{3, 2, -1, -1});
-    CHECK(plan.ranks[0].info == Info{5, 4, 1, 1, 8});
-    CHECK(plan.ranks[1].info == Info{5, 3, 2, 2, 8});
     CHECK(plan.ranks[1].slot_origin.size() == 7 * 3);
     CHECK(origins(plan.ranks[1], 3, 4) == Slots(12, -1));
   }
@@ -417,12 +414,10 @@ TEST_SUITE("reference: prepare") {
   TEST_CASE("a capacity below the alignment drops everything") {
     for (int64_t capacity : {3, 0}) {
       const Plan plan = example_plan(4, capacity);
-      CHECK(plan.ranks[0].counts == Ints{0, 0});
-      CHECK(plan.ranks[0].offsets == Ints{0, 0, 0});
+      check_rank(plan.ranks[0], {0, 0}, {0, 0, 0}, {5, 0, 5, 6, 8});
+      check_rank(plan.ranks[1], {0, 0}, {0, 0, 0}, {5, 0, 5, 4, 8});
       CHECK(plan.ranks[0].slot == Slots(6, -1));
       CHECK(plan.ranks[1].slot == Slots(4, -1));
-      CHECK(plan.ranks[0].info == Info{5, 0, 5, 6, 8});
-      CHECK(plan.ranks[1].info == Info{5, 0, 5, 4, 8});
       CHECK(plan.ranks[0].slot_origin == Slots(capacity * 3, -1));
     }
   }
@@ -458,11 +453,16 @@ TEST_SUITE("reference: dispatch") {
     return raw(EPX_FLOAT16, num_rows, 2, Bits(num_rows * 2, 0xABCD));
   }
 
-  TEST_CASE("rows go to their slots bit by bit, pads become zero, the rest is not touched") {
-    const Plan plan = example_plan(4, 16);
+  // What dispatch of the example's tokens leaves in the receive rows of each rank, which nobody had touched.
+  std::vector<Matrix> received(const Plan& plan, const Ints& num_rows) {
     const std::vector<Matrix> tokens = example_tokens();
-    std::vector<Matrix> recv{untouched(10), untouched(9)};
+    std::vector<Matrix> recv{untouched(num_rows[0]), untouched(num_rows[1])};
     dispatch(plan, {tokens, {}, {}, recv, {}, {}});
+    return recv;
+  }
+
+  TEST_CASE("rows go to their slots bit by bit, pads become zero, the rest is not touched") {
+    const std::vector<Matrix> recv = received(example_plan(4, 16), {10, 9});
     CHECK(bits_of(recv[0]) == Bits{0x7D01, 0xFD02, 0x0011, 0x0012, 0x0021, 0x0022, 0x1001, 0x1002, 0x1011, 0x1012,
                                    0,      0,      0,      0,      0,      0,      0xABCD, 0xABCD, 0xABCD, 0xABCD});
     CHECK(bits_of(recv[1]) == Bits{0x7D01, 0xFD02, 0x0021, 0x0022, 0x1001, 0x1002, 0, 0, 0x0011, 0x0012, 0x1011, 0x1012, 0,
@@ -492,24 +492,15 @@ TEST_SUITE("reference: dispatch") {
   }
 
   TEST_CASE("routes at or above N are dropped, and N may end within a zone or its pads") {
-    const Plan plan = example_plan(4, 16);
-    const std::vector<Matrix> tokens = example_tokens();
-    std::vector<Matrix> recv{untouched(6), untouched(2)};
-    dispatch(plan, {tokens, {}, {}, recv, {}, {}});
+    const std::vector<Matrix> recv = received(example_plan(4, 16), {6, 2});
     CHECK(bits_of(recv[0]) == Bits{0x7D01, 0xFD02, 0x0011, 0x0012, 0x0021, 0x0022, 0x1001, 0x1002, 0x1011, 0x1012, 0, 0});
     CHECK(bits_of(recv[1]) == Bits{0x7D01, 0xFD02, 0x0021, 0x0022});
-    recv = {untouched(0), untouched(1)};
-    dispatch(plan, {tokens, {}, {}, recv, {}, {}});
-    CHECK(bits_of(recv[1]) == Bits{0x7D01, 0xFD02});
+    CHECK(bits_of(received(example_plan(4, 16), {0, 1})[1]) == Bits{0x7D01, 0xFD02});
   }
 
   TEST_CASE("a call that drops everything touches nothing") {
-    const Plan plan = example_plan(4, 3);
-    const std::vector<Matrix> tokens = example_tokens();
-    std::vector<Matrix> recv{untouched(3), untouched(3)};
-    dispatch(plan, {tokens, {}, {}, recv, {}, {}});
-    CHECK(bits_of(recv[0]) == Bits(6, 0xABCD));
-    CHECK(bits_of(recv[1]) == Bits(6, 0xABCD));
+    for (const Matrix& recv : received(example_plan(4, 3), {3, 3}))
+      CHECK(bits_of(recv) == Bits(6, 0xABCD));
   }
 
   TEST_CASE("weights on one side only are refused") {
@@ -703,33 +694,20 @@ TEST_SUITE("reference: combine_bwd") {
   }
 
   TEST_CASE("without weights rows are copied bit by bit") {
-    const Plan plan = one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE);
-    const std::vector<Matrix> grad_out{raw(EPX_FLOAT16, 1, 3, {0x7D01, 0x8000, 0xFC01})};
-    std::vector<Matrix> grad_expert{raw(EPX_FLOAT16, 1, 3, {1, 2, 3})};
-    combine_bwd(plan, {grad_out, {}, {}, grad_expert, {}});
-    CHECK(bits_of(grad_expert[0]) == Bits{0x7D01, 0x8000, 0xFC01});
+    CHECK(bits_of(row_gradient(raw(EPX_FLOAT16, 1, 3, {0x7D01, 0x8000, 0xFC01}))) == Bits{0x7D01, 0x8000, 0xFC01});
   }
 
   TEST_CASE("a weighted gradient is rounded to float32 and then to the dtype") {
     // w * (1 + 2^-7) lies just above 2 + 2^-7, the middle of two bfloat16; float32 rounds it to the middle, and that goes
     // to the even 2. One rounding would give 0x4001.
-    const Plan plan = one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE);
-    const std::vector<Matrix> grad_out{raw(EPX_BFLOAT16, 1, 1, {0x3F81})};
-    const std::vector<Floats> weights{{16712189 * 0x1p-23F}};
-    std::vector<Matrix> grad_expert{raw(EPX_BFLOAT16, 1, 1, {0})};
-    combine_bwd(plan, {grad_out, {}, weights, grad_expert, {}});
-    CHECK(bits_of(grad_expert[0]) == Bits{0x4000});
+    CHECK(bits_of(row_gradient(raw(EPX_BFLOAT16, 1, 1, {0x3F81}), {{16712189 * 0x1p-23F}})) == Bits{0x4000});
   }
 
   TEST_CASE("weighted gradients keep signs, infinities and the NaN of 0 * inf") {
-    const Plan plan = one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE);
-    const std::vector<Matrix> grad_out{row32({-1.0F, kInf, 2.0F})};
-    std::vector<Matrix> grad_expert{row32({7, 7, 7})};
-    std::vector<Floats> weights{{0.0F}};
-    combine_bwd(plan, {grad_out, {}, weights, grad_expert, {}});
-    CHECK(bits_of(grad_expert[0])[0] == 0x80000000); // no accumulator here: -1 * 0 stays minus zero
-    CHECK(std::isnan(load(grad_expert[0], 0, 1)));
-    CHECK(bits_of(grad_expert[0])[2] == 0);
+    const Matrix gradient = row_gradient(row32({-1.0F, kInf, 2.0F}), {{0.0F}});
+    CHECK(bits_of(gradient)[0] == 0x80000000); // no accumulator here: -1 * 0 stays minus zero
+    CHECK(std::isnan(load(gradient, 0, 1)));
+    CHECK(bits_of(gradient)[2] == 0);
   }
 
   TEST_CASE("the weight gradient adds adjacent accumulators") {
@@ -773,13 +751,9 @@ TEST_SUITE("reference: combine_bwd") {
   }
 
   TEST_CASE("the weight gradient reads 16-bit rows as they are and rounds in float32 only") {
-    const Plan plan = one_token(1, 1, 0, {0}, EPX_COMBINE_WIRE);
-    const std::vector<Matrix> grad_out{raw(EPX_BFLOAT16, 1, 2, {0x3F81, 0x3F80})};   // 1 + 2^-7, 1
-    const std::vector<Matrix> expert_out{raw(EPX_BFLOAT16, 1, 2, {0x3F81, 0x3A80})}; // 1 + 2^-7, 2^-10
-    std::vector<Matrix> grad_expert{raw(EPX_BFLOAT16, 1, 2, {0, 0})};
-    std::vector<Floats> grad_weights{{kNan}};
-    combine_bwd(plan, {grad_out, expert_out, {}, grad_expert, grad_weights});
-    CHECK(grad_weights[0][0] == 1.0F + 0x1p-6F + 0x1p-14F + 0x1p-10F);
+    const Matrix grad_out = raw(EPX_BFLOAT16, 1, 2, {0x3F81, 0x3F80});   // 1 + 2^-7, 1
+    const Matrix expert_out = raw(EPX_BFLOAT16, 1, 2, {0x3F81, 0x3A80}); // 1 + 2^-7, 2^-10
+    CHECK(weight_gradient(grad_out, expert_out) == 1.0F + 0x1p-6F + 0x1p-14F + 0x1p-10F);
   }
 }
 
