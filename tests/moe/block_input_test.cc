@@ -108,37 +108,30 @@ struct BlockCalls {
   BlockInput<float> input = {Tensor<float>({3, 5}, 1.0f), Tensor<float>({3, 4}, 0.5f), Tensor<float>({3, 5}, 1.0f), {}, {}};
   FfnParams<float> params_data = random_params<float>({4, 5, 4, EPX_MOE_SWIGLU}, {}, rng);
   FfnParams<float> grads_data = scribbled_like(params_data);
-  Tensor<float> out_data = scribbled<float>({3, 5});
-  Tensor<int32_t> idx_data = scribbled<int32_t>({3, 2});
-  Tensor<float> grad_tokens_data = scribbled<float>({3, 5});
-  Tensor<float> grad_logits_data = scribbled<float>({3, 4});
-  Tensor<float> bias_data = Tensor<float>({4});
-  Tensor<uint8_t> mask_data = Tensor<uint8_t>({3}, 1);
-  Tensor<int64_t> counts_data = scribbled<int64_t>({1, 4});
+  Argument<float> out = scribbled<float>({3, 5});
+  Argument<int32_t> idx = scribbled<int32_t>({3, 2});
+  Argument<float> grad_tokens = scribbled<float>({3, 5});
+  Argument<float> grad_logits = scribbled<float>({3, 4});
+  Argument<float> bias = Tensor<float>({4});
+  Argument<uint8_t> mask = Tensor<uint8_t>({3}, 1);
+  Argument<int64_t> counts = scribbled<int64_t>({1, 4});
 
   epx_moe_ffn_params params = params_data.view();
   epx_moe_ffn_params grads = grads_data.view();
   epx_tensor tokens = *input.tokens.get();
   epx_tensor logits = *input.logits.get();
   epx_tensor grad_out = *input.grad_out.get();
-  epx_tensor bias = *bias_data.get();
-  epx_tensor mask = *mask_data.get();
-  epx_tensor out = *out_data.get();
-  epx_tensor idx = *idx_data.get();
-  epx_tensor counts = *counts_data.get();
-  epx_tensor grad_tokens = *grad_tokens_data.get();
-  epx_tensor grad_logits = *grad_logits_data.get();
   epx_moe_block_fwd_args fwd = {sizeof(fwd), nullptr, 0,    &tokens, &logits, &bias,  &mask,
                                 &params,     &out,    &idx, nullptr, &counts, nullptr};
   epx_moe_block_bwd_args bwd = {sizeof(bwd), nullptr, 0, &params, &grad_out, 1.0, &grad_tokens, &grad_logits, &grads, 0};
 
   std::string changed_output() const {
     std::string changed;
-    if (!difference(out_data, scribbled<float>({3, 5})).empty()) changed += " out";
-    if (!difference(idx_data, scribbled<int32_t>({3, 2})).empty()) changed += " topk_idx";
-    if (!difference(counts_data, scribbled<int64_t>({1, 4})).empty()) changed += " global_counts";
-    if (!difference(grad_tokens_data, scribbled<float>({3, 5})).empty()) changed += " grad_tokens";
-    if (!difference(grad_logits_data, scribbled<float>({3, 4})).empty()) changed += " grad_logits";
+    if (out.is_written()) changed += " out";
+    if (idx.is_written()) changed += " topk_idx";
+    if (counts.is_written()) changed += " global_counts";
+    if (grad_tokens.is_written()) changed += " grad_tokens";
+    if (grad_logits.is_written()) changed += " grad_logits";
     const auto untouched = scribbled_like(grads_data);
     for_each_tensor(
         [&](const char* name, const Tensor<float>& grad, const Tensor<float>& before) {

@@ -18,30 +18,20 @@ struct FfnCalls {
   FfnParams<double> params_data;
   FfnParams<double> stacked_data = random_params<double>({2, 5, 3, EPX_MOE_SWIGLU}, {true, true}, rng);
   FfnParams<double> grads_data;
-  Tensor<double> recv_data{{9, 5}};
-  Tensor<int32_t> counts_data{{2}, {3, 4}};
-  Tensor<int32_t> offsets_data{{3}, {0, 4, 8}};
-  Tensor<double> weights_data = Tensor<double>({9});
-  Tensor<double> pre_act_data{{9, 6}};
-  Tensor<double> grad_out_data{{9, 5}};
-  Tensor<double> out_data = scribbled<double>({9, 5});
-  Tensor<double> out_pre_act_data = scribbled<double>({9, 6});
-  Tensor<double> out_grad_data = scribbled<double>({9, 5});
-  Tensor<double> out_grad_weights_data = scribbled<double>({9});
+  Argument<double> recv = Tensor<double>({9, 5});
+  Argument<int32_t> counts = Tensor<int32_t>({2}, {3, 4});
+  Argument<int32_t> offsets = Tensor<int32_t>({3}, {0, 4, 8});
+  Argument<double> weights = Tensor<double>({9});
+  Argument<double> pre_act = Tensor<double>({9, 6});
+  Argument<double> grad_out = Tensor<double>({9, 5});
+  Argument<double> out = scribbled<double>({9, 5});
+  Argument<double> out_pre_act = scribbled<double>({9, 6});
+  Argument<double> out_grad = scribbled<double>({9, 5});
+  Argument<double> out_grad_weights = scribbled<double>({9});
 
   epx_moe_ffn_config config = ffn_config(shape);
   epx_moe_ffn_params params, grads;
   epx_tensor spare{}; // a copy of a tensor in which one field is changed
-  epx_tensor recv = *recv_data.get();
-  epx_tensor counts = *counts_data.get();
-  epx_tensor offsets = *offsets_data.get();
-  epx_tensor weights = *weights_data.get();
-  epx_tensor pre_act = *pre_act_data.get();
-  epx_tensor grad_out = *grad_out_data.get();
-  epx_tensor out = *out_data.get();
-  epx_tensor out_pre_act = *out_pre_act_data.get();
-  epx_tensor out_grad = *out_grad_data.get();
-  epx_tensor out_grad_weights = *out_grad_weights_data.get();
   epx_moe_ffn_args fwd = {sizeof(fwd), nullptr, &params, &recv, &counts, &offsets, &weights, &out, &out_pre_act};
   epx_moe_ffn_bwd_args bwd = {sizeof(bwd), nullptr,   &params,           &recv,  &counts, &offsets, &weights, &pre_act,
                               &grad_out,   &out_grad, &out_grad_weights, &grads, 0};
@@ -66,10 +56,10 @@ struct FfnCalls {
 
   std::string changed_output() const {
     std::string changed;
-    if (!difference(out_data, scribbled<double>({9, 5})).empty()) changed += " expert_out";
-    if (!difference(out_pre_act_data, scribbled<double>({9, 6})).empty()) changed += " pre_act";
-    if (!difference(out_grad_data, scribbled<double>({9, 5})).empty()) changed += " grad_recv";
-    if (!difference(out_grad_weights_data, scribbled<double>({9})).empty()) changed += " grad_recv_weights";
+    if (out.is_written()) changed += " expert_out";
+    if (out_pre_act.is_written()) changed += " pre_act";
+    if (out_grad.is_written()) changed += " grad_recv";
+    if (out_grad_weights.is_written()) changed += " grad_recv_weights";
     const FfnParams<double> untouched = scribbled_like(grads_data);
     for_each_tensor(
         [&](const char* name, const Tensor<double>& grad, const Tensor<double>& before) {
@@ -205,12 +195,12 @@ TEST_CASE("rows and zones that do not fit are refused") {
       {[](C& c) { c.counts.dtype = EPX_FLOAT32; }, {"counts", "float32"}},
       {[](C& c) { c.offsets.sizes[0] = 2; }, {"offsets", "2", "3"}},
       {[](C& c) { c.counts.dtype = EPX_INT64; }, {"offsets", "int32", "int64"}},
-      {[](C& c) { c.counts_data[1] = -1; }, {"counts", "1", "-1"}},
-      {[](C& c) { c.counts_data[0] = 5; }, {"counts", "0", "5", "4"}},
-      {[](C& c) { c.counts_data[1] = 5; }, {"counts", "1", "5", "8"}},
-      {[](C& c) { c.offsets_data[2] = 10; }, {"offsets", "10", "9"}},
-      {[](C& c) { c.offsets_data[0] = -4; }, {"offsets", "-4"}},
-      {[](C& c) { c.offsets_data[1] = 9, c.counts_data[1] = 0; }, {"offsets", "9", "8"}},
+      {[](C& c) { c.counts.values[1] = -1; }, {"counts", "1", "-1"}},
+      {[](C& c) { c.counts.values[0] = 5; }, {"counts", "0", "5", "4"}},
+      {[](C& c) { c.counts.values[1] = 5; }, {"counts", "1", "5", "8"}},
+      {[](C& c) { c.offsets.values[2] = 10; }, {"offsets", "10", "9"}},
+      {[](C& c) { c.offsets.values[0] = -4; }, {"offsets", "-4"}},
+      {[](C& c) { c.offsets.values[1] = 9, c.counts.values[1] = 0; }, {"offsets", "9", "8"}},
       {[](C& c) { c.weights.dtype = EPX_FLOAT32; }, {"recv_weights", "float32", "float64"}},
       {[](C& c) { c.weights.sizes[0] = 8; }, {"recv_weights", "8", "9"}},
   });

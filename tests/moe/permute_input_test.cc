@@ -1,46 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
 // Calls of the local permutation with bad input are refused with a sentence that has the names and values, and write
 // nothing.
-#include <functional>
 #include <string>
-#include <vector>
 
 #include <doctest/doctest.h>
 
 #include "tests/moe/permute_run.h"
+#include "tests/moe/refusals.h"
 
 namespace epx::test {
 namespace {
 
 // These calls with T = 3, K = 2, E = 4, N = 7, H = 5 are good. A case spoils one argument.
 struct PermuteCalls {
-  Tensor<int32_t> idx_data{{3, 2}, {0, 3, 3, -1, 1, 0}};
-  Tensor<int32_t> map_data{{3, 2}, {0, 3, 4, -1, 2, 1}};
-  Tensor<float> tokens_data{{3, 5}};
-  Tensor<float> weights_data{{3, 2}};
-  Tensor<float> rows_data{{7, 5}};
-  Tensor<float> row_weights_data = Tensor<float>({7});
-  Tensor<int32_t> out_counts_data = scribbled<int32_t>({4});
-  Tensor<int32_t> out_offsets_data = scribbled<int32_t>({5});
-  Tensor<int32_t> out_map_data = scribbled<int32_t>({3, 2});
-  Tensor<float> out_tokens_data = scribbled<float>({3, 5});
-  Tensor<float> out_weights_data = scribbled<float>({3, 2});
-  Tensor<float> out_rows_data = scribbled<float>({7, 5});
-  Tensor<float> out_row_weights_data = scribbled<float>({7});
-
-  epx_tensor idx = *idx_data.get();
-  epx_tensor map = *map_data.get();
-  epx_tensor tokens = *tokens_data.get();
-  epx_tensor weights = *weights_data.get();
-  epx_tensor rows = *rows_data.get();
-  epx_tensor row_weights = *row_weights_data.get();
-  epx_tensor out_counts = *out_counts_data.get();
-  epx_tensor out_offsets = *out_offsets_data.get();
-  epx_tensor out_map = *out_map_data.get();
-  epx_tensor out_tokens = *out_tokens_data.get();
-  epx_tensor out_weights = *out_weights_data.get();
-  epx_tensor out_rows = *out_rows_data.get();
-  epx_tensor out_row_weights = *out_row_weights_data.get();
+  Argument<int32_t> idx = Tensor<int32_t>({3, 2}, {0, 3, 3, -1, 1, 0});
+  Argument<int32_t> map = Tensor<int32_t>({3, 2}, {0, 3, 4, -1, 2, 1});
+  Argument<float> tokens = Tensor<float>({3, 5});
+  Argument<float> weights = Tensor<float>({3, 2});
+  Argument<float> rows = Tensor<float>({7, 5});
+  Argument<float> row_weights = Tensor<float>({7});
+  Argument<int32_t> out_counts = scribbled<int32_t>({4});
+  Argument<int32_t> out_offsets = scribbled<int32_t>({5});
+  Argument<int32_t> out_map = scribbled<int32_t>({3, 2});
+  Argument<float> out_tokens = scribbled<float>({3, 5});
+  Argument<float> out_weights = scribbled<float>({3, 2});
+  Argument<float> out_rows = scribbled<float>({7, 5});
+  Argument<float> out_row_weights = scribbled<float>({7});
 
   epx_moe_row_map_args row_map = {sizeof(row_map), nullptr, &idx, 4, &out_counts, &out_offsets, &out_map};
   epx_moe_permute_args permute = {sizeof(permute), nullptr, &map, &tokens, &weights, &out_rows, &out_row_weights};
@@ -57,75 +42,48 @@ struct PermuteCalls {
   PermuteCalls& operator=(const PermuteCalls&) = delete;
 
   std::string changed_output() const {
-    if (!difference(out_counts_data, scribbled<int32_t>({4})).empty()) return "counts were written";
-    if (!difference(out_offsets_data, scribbled<int32_t>({5})).empty()) return "offsets were written";
-    if (!difference(out_map_data, scribbled<int32_t>({3, 2})).empty()) return "row_map was written";
-    if (!difference(out_tokens_data, scribbled<float>({3, 5})).empty()) return "tokens were written";
-    if (!difference(out_weights_data, scribbled<float>({3, 2})).empty()) return "weights were written";
-    if (!difference(out_rows_data, scribbled<float>({7, 5})).empty()) return "rows were written";
-    if (!difference(out_row_weights_data, scribbled<float>({7})).empty()) return "row_weights were written";
+    if (out_counts.is_written()) return "counts were written";
+    if (out_offsets.is_written()) return "offsets were written";
+    if (out_map.is_written()) return "row_map was written";
+    if (out_tokens.is_written()) return "tokens were written";
+    if (out_weights.is_written()) return "weights were written";
+    if (out_rows.is_written()) return "rows were written";
+    if (out_row_weights.is_written()) return "row_weights were written";
     return "";
   }
 };
 
-enum class Op { row_map, permute, permute_bwd, unpermute, unpermute_bwd };
-
-epx_status call(Op op, PermuteCalls& calls) {
-  switch (op) {
-  case Op::row_map:
-    return epx_moe_row_map(&calls.row_map);
-  case Op::permute:
-    return epx_moe_permute(&calls.permute);
-  case Op::permute_bwd:
-    return epx_moe_permute_bwd(&calls.permute_bwd);
-  case Op::unpermute:
-    return epx_moe_unpermute(&calls.unpermute);
-  case Op::unpermute_bwd:
-    break;
-  }
-  return epx_moe_unpermute_bwd(&calls.unpermute_bwd);
-}
-
-struct Refusal {
-  Op op;
-  std::function<void(PermuteCalls&)> spoil;
-  std::vector<std::string> words;
-};
-
-void check_refused(const std::vector<Refusal>& table) {
-  for (size_t i = 0; i < table.size(); ++i) {
-    CAPTURE(i);
-    CAPTURE(table[i].words.front());
-    PermuteCalls calls;
-    table[i].spoil(calls);
-    CHECK(not_refused(call(table[i].op, calls), table[i].words) == "");
-    CHECK(calls.changed_output() == "");
-  }
-}
-
 using C = PermuteCalls;
+
+struct Op {
+  static epx_status row_map(C& calls) { return epx_moe_row_map(&calls.row_map); }
+  static epx_status permute(C& calls) { return epx_moe_permute(&calls.permute); }
+  static epx_status permute_bwd(C& calls) { return epx_moe_permute_bwd(&calls.permute_bwd); }
+  static epx_status unpermute(C& calls) { return epx_moe_unpermute(&calls.unpermute); }
+  static epx_status unpermute_bwd(C& calls) { return epx_moe_unpermute_bwd(&calls.unpermute_bwd); }
+};
 
 TEST_CASE("good calls of the local permutation are not refused") {
   PermuteCalls calls;
-  for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd})
-    require_ok(call(op, calls), "the call");
+  for (const auto op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd})
+    require_ok(op(calls), "the call");
   finish_call();
 }
 
 TEST_CASE("with cuda, a call needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
-  for (const Op op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd}) {
+  for (const auto op : {Op::row_map, Op::permute, Op::permute_bwd, Op::unpermute, Op::unpermute_bwd}) {
     PermuteCalls calls;
     calls.row_map.cuda = calls.permute.cuda = calls.permute_bwd.cuda = calls.unpermute.cuda = calls.unpermute_bwd.cuda =
         &cuda;
-    CHECK(not_refused_without_gpu(call(op, calls)) == "");
+    CHECK(not_refused_without_gpu(op(calls)) == "");
     CHECK(calls.changed_output() == "");
   }
 }
 
 TEST_CASE("bad arguments of epx_moe_row_map are refused") {
-  check_refused({
+  check_refused<C>({
       {Op::row_map, [](C& c) { c.row_map.struct_size = 5; }, {"struct_size", "5"}},
       {Op::row_map, [](C& c) { c.row_map.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {Op::row_map, [](C& c) { c.row_map.topk_idx = nullptr; }, {"topk_idx", "NULL"}},
@@ -145,7 +103,7 @@ TEST_CASE("bad arguments of epx_moe_row_map are refused") {
 }
 
 TEST_CASE("bad arguments of epx_moe_permute are refused") {
-  check_refused({
+  check_refused<C>({
       {Op::permute, [](C& c) { c.permute.struct_size = 0; }, {"struct_size", "0"}},
       {Op::permute, [](C& c) { c.permute.row_map = nullptr; }, {"row_map", "NULL"}},
       {Op::permute, [](C& c) { c.permute.tokens = nullptr; }, {"tokens", "NULL"}},
@@ -172,7 +130,7 @@ TEST_CASE("bad arguments of epx_moe_permute are refused") {
 }
 
 TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
-  check_refused({
+  check_refused<C>({
       {Op::unpermute, [](C& c) { c.unpermute.struct_size = 0; }, {"struct_size", "0"}},
       {Op::unpermute, [](C& c) { c.unpermute.row_map = nullptr; }, {"row_map", "NULL"}},
       {Op::unpermute, [](C& c) { c.unpermute.rows = nullptr; }, {"rows", "NULL"}},
@@ -199,16 +157,16 @@ TEST_CASE("bad arguments of epx_moe_unpermute are refused") {
 
 TEST_CASE("bad data of the local permutation is refused on the host") {
   const OnHost looks_at_data;
-  check_refused({
+  check_refused<C>({
       {Op::row_map, [](C& c) { c.row_map.alignment = 1 << 30; }, {"rows", "2147483647|INT32|int32"}},
-      {Op::row_map, [](C& c) { c.idx_data(2, 1) = 4; }, {"topk_idx", "2", "1", "4"}},
-      {Op::row_map, [](C& c) { c.idx_data(1, 0) = -2; }, {"topk_idx", "1", "0", "-2"}},
-      {Op::permute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
-      {Op::permute, [](C& c) { c.map_data(2, 1) = -2; }, {"row_map", "-2"}},
-      {Op::permute_bwd, [](C& c) { c.map_data(0, 0) = 8; }, {"row_map", "8"}},
-      {Op::unpermute, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
-      {Op::unpermute_bwd, [](C& c) { c.map_data(2, 1) = 3; }, {"row_map[2, 1]", "3"}}, // as route (0, 1)
-      {Op::unpermute_bwd, [](C& c) { c.map_data(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::row_map, [](C& c) { c.idx.values(2, 1) = 4; }, {"topk_idx", "2", "1", "4"}},
+      {Op::row_map, [](C& c) { c.idx.values(1, 0) = -2; }, {"topk_idx", "1", "0", "-2"}},
+      {Op::permute, [](C& c) { c.map.values(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::permute, [](C& c) { c.map.values(2, 1) = -2; }, {"row_map", "-2"}},
+      {Op::permute_bwd, [](C& c) { c.map.values(0, 0) = 8; }, {"row_map", "8"}},
+      {Op::unpermute, [](C& c) { c.map.values(1, 0) = 7; }, {"row_map", "7"}},
+      {Op::unpermute_bwd, [](C& c) { c.map.values(2, 1) = 3; }, {"row_map[2, 1]", "3"}}, // as route (0, 1)
+      {Op::unpermute_bwd, [](C& c) { c.map.values(1, 0) = 7; }, {"row_map", "7"}},
   });
 }
 

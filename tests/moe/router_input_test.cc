@@ -7,6 +7,7 @@
 
 #include <doctest/doctest.h>
 
+#include "tests/moe/refusals.h"
 #include "tests/moe/router_run.h"
 
 namespace epx::test {
@@ -19,29 +20,17 @@ using Words = std::vector<std::string>;
 
 // These calls of a router with T = 4, E = 6, K = 2, P = 3 are good. A case spoils one argument.
 struct RouterCalls {
-  Tensor<float> logits_data{{4, 6}};
-  Tensor<float> bias_data = Tensor<float>({6});
-  Tensor<uint8_t> mask_data = Tensor<uint8_t>({4}, 1);
-  Tensor<int32_t> counts_data{{3, 6}};
-  Tensor<float> grad_weights_data{{4, 2}};
-  Tensor<int32_t> idx_data{{4, 2}, {0, 1, 0, 1, 0, 1, 0, 1}};
-  Tensor<int32_t> out_idx_data = scribbled<int32_t>({4, 2});
-  Tensor<float> out_weights_data = scribbled<float>({4, 2});
-  Tensor<int64_t> out_info_data = scribbled<int64_t>({3});
-  Tensor<float> out_grad_data = scribbled<float>({4, 6});
-  Tensor<double> out_loss_data = scribbled<double>({1});
-
-  epx_tensor logits = *logits_data.get();
-  epx_tensor bias = *bias_data.get();
-  epx_tensor mask = *mask_data.get();
-  epx_tensor counts = *counts_data.get();
-  epx_tensor grad_weights = *grad_weights_data.get();
-  epx_tensor idx = *idx_data.get();
-  epx_tensor out_idx = *out_idx_data.get();
-  epx_tensor out_weights = *out_weights_data.get();
-  epx_tensor info = *out_info_data.get();
-  epx_tensor grad_logits = *out_grad_data.get();
-  epx_tensor loss = *out_loss_data.get();
+  Argument<float> logits = Tensor<float>({4, 6});
+  Argument<float> bias = Tensor<float>({6});
+  Argument<uint8_t> mask = Tensor<uint8_t>({4}, 1);
+  Argument<int32_t> counts = Tensor<int32_t>({3, 6});
+  Argument<float> grad_weights = Tensor<float>({4, 2});
+  Argument<int32_t> idx = Tensor<int32_t>({4, 2}, {0, 1, 0, 1, 0, 1, 0, 1});
+  Argument<int32_t> out_idx = scribbled<int32_t>({4, 2});
+  Argument<float> out_weights = scribbled<float>({4, 2});
+  Argument<int64_t> info = scribbled<int64_t>({3});
+  Argument<float> grad_logits = scribbled<float>({4, 6});
+  Argument<double> loss = scribbled<double>({1});
 
   epx_moe_router_config config = router_config(6, 2);
   epx_moe_router_args fwd = {sizeof(fwd), nullptr, &logits, &bias, &mask, &out_idx, &out_weights, &info};
@@ -57,73 +46,49 @@ struct RouterCalls {
   RouterCalls& operator=(const RouterCalls&) = delete;
 
   std::string changed_output() const {
-    if (!difference(out_idx_data, scribbled<int32_t>({4, 2})).empty()) return "topk_idx was written";
-    if (!difference(out_weights_data, scribbled<float>({4, 2})).empty()) return "topk_weights were written";
-    if (!difference(out_info_data, scribbled<int64_t>({3})).empty()) return "info was written";
-    if (!difference(out_grad_data, scribbled<float>({4, 6})).empty()) return "grad_logits were written";
-    if (!difference(out_loss_data, scribbled<double>({1})).empty()) return "loss was written";
-    if (!difference(bias_data, Tensor<float>({6})).empty()) return "selection_bias was written";
+    if (out_idx.is_written()) return "topk_idx was written";
+    if (out_weights.is_written()) return "topk_weights were written";
+    if (info.is_written()) return "info was written";
+    if (grad_logits.is_written()) return "grad_logits were written";
+    if (loss.is_written()) return "loss was written";
+    if (!difference(bias.values, Tensor<float>({6})).empty()) return "selection_bias was written";
     return "";
   }
 };
 
-enum class Op { fwd, bwd, aux, update };
+using C = RouterCalls;
 
-epx_status call(Op op, RouterCalls& calls) {
-  switch (op) {
-  case Op::fwd:
-    return epx_moe_router(&calls.config, &calls.fwd);
-  case Op::bwd:
-    return epx_moe_router_bwd(&calls.config, &calls.bwd);
-  case Op::aux:
-    return epx_moe_aux_loss(&calls.config, &calls.aux);
-  case Op::update:
-    break;
-  }
-  return epx_moe_bias_update(&calls.update);
-}
-
-struct Refusal {
-  Op op;
-  std::function<void(RouterCalls&)> spoil;
-  Words words;
+struct Op {
+  static epx_status fwd(C& calls) { return epx_moe_router(&calls.config, &calls.fwd); }
+  static epx_status bwd(C& calls) { return epx_moe_router_bwd(&calls.config, &calls.bwd); }
+  static epx_status aux(C& calls) { return epx_moe_aux_loss(&calls.config, &calls.aux); }
+  static epx_status update(C& calls) { return epx_moe_bias_update(&calls.update); }
 };
-
-void check_refused(const std::vector<Refusal>& table) {
-  for (size_t i = 0; i < table.size(); ++i) {
-    CAPTURE(i);
-    CAPTURE(table[i].words.front());
-    RouterCalls calls;
-    table[i].spoil(calls);
-    CHECK(not_refused(call(table[i].op, calls), table[i].words) == "");
-    CHECK(calls.changed_output() == "");
-  }
-}
 
 TEST_CASE("good calls of the router are not refused") {
   RouterCalls calls;
-  for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update})
-    require_ok(call(op, calls), "the call");
+  for (const auto op : {Op::fwd, Op::bwd, Op::aux, Op::update})
+    require_ok(op(calls), "the call");
   finish_call();
 }
 
 TEST_CASE("with cuda, a call needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
-  for (const Op op : {Op::fwd, Op::bwd, Op::aux, Op::update}) {
+  for (const auto op : {Op::fwd, Op::bwd, Op::aux, Op::update}) {
     RouterCalls calls;
     calls.fwd.cuda = calls.bwd.cuda = calls.aux.cuda = calls.update.cuda = &cuda;
-    CHECK(not_refused_without_gpu(call(op, calls)) == "");
+    CHECK(not_refused_without_gpu(op(calls)) == "");
     CHECK(calls.changed_output() == "");
   }
 }
 
 TEST_CASE("a bad router config is refused") {
-  const auto config = [](std::function<void(epx_moe_router_config&)> spoil, Words words) -> Refusal {
-    return {Op::fwd, [spoil](RouterCalls& c) { spoil(c.config); }, std::move(words)};
+  const auto config = [](std::function<void(epx_moe_router_config&)> spoil, Words words) -> Refusal<C> {
+    return {Op::fwd, [spoil](C& c) { spoil(c.config); }, std::move(words)};
   };
   using Config = epx_moe_router_config;
-  check_refused({
+  check_refused<C>({
       config([](Config& c) { c.struct_size = 3; }, {"struct_size", "3", std::to_string(sizeof(Config))}),
       config([](Config& c) { c.num_experts = 0; }, {"num_experts", "0"}),
       config([](Config& c) { c.num_experts = -4; }, {"num_experts", "-4"}),
@@ -148,8 +113,7 @@ TEST_CASE("a bad router config is refused") {
 }
 
 TEST_CASE("bad arguments of the router are refused") {
-  using C = RouterCalls;
-  check_refused({
+  check_refused<C>({
       {Op::fwd, [](C& c) { c.fwd.struct_size = 7; }, {"struct_size", "7", std::to_string(sizeof(epx_moe_router_args))}},
       {Op::fwd, [](C& c) { c.fwd.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {Op::fwd, [](C& c) { c.fwd.logits = nullptr; }, {"logits", "NULL"}},
@@ -179,8 +143,7 @@ TEST_CASE("bad arguments of the router are refused") {
 }
 
 TEST_CASE("bad arguments of the router's backward are refused") {
-  using C = RouterCalls;
-  check_refused({
+  check_refused<C>({
       {Op::bwd, [](C& c) { c.bwd.struct_size = 8; }, {"struct_size", "8"}},
       {Op::bwd, [](C& c) { c.config.top_k = 9; }, {"top_k", "9", "6"}},
       {Op::bwd, [](C& c) { c.bwd.logits = nullptr; }, {"logits", "NULL"}},
@@ -203,19 +166,17 @@ TEST_CASE("bad arguments of the router's backward are refused") {
 }
 
 TEST_CASE("bad data of the router's backward is refused on the host") {
-  using C = RouterCalls;
   const OnHost looks_at_data;
-  check_refused({
-      {Op::bwd, [](C& c) { c.idx_data(2, 1) = 6; }, {"topk_idx", "6", "2", "1"}},
-      {Op::bwd, [](C& c) { c.idx_data(2, 0) = -2; }, {"topk_idx", "-2"}},
-      {Op::bwd, [](C& c) { c.idx_data(2, 0) = c.idx_data(2, 1) = 5; }, {"topk_idx[2, 0]", "[2, 1]", "5"}},
-      {Op::bwd, [](C& c) { c.counts_data(1, 2) = -7; }, {"global_counts[1, 2]", "-7"}},
+  check_refused<C>({
+      {Op::bwd, [](C& c) { c.idx.values(2, 1) = 6; }, {"topk_idx", "6", "2", "1"}},
+      {Op::bwd, [](C& c) { c.idx.values(2, 0) = -2; }, {"topk_idx", "-2"}},
+      {Op::bwd, [](C& c) { c.idx.values(2, 0) = c.idx.values(2, 1) = 5; }, {"topk_idx[2, 0]", "[2, 1]", "5"}},
+      {Op::bwd, [](C& c) { c.counts.values(1, 2) = -7; }, {"global_counts[1, 2]", "-7"}},
   });
 }
 
 TEST_CASE("bad arguments of the load-balance loss and of the bias update are refused") {
-  using C = RouterCalls;
-  check_refused({
+  check_refused<C>({
       {Op::aux, [](C& c) { c.aux.struct_size = 0; }, {"struct_size", "0"}},
       {Op::aux, [](C& c) { c.aux.logits = nullptr; }, {"logits", "NULL"}},
       {Op::aux, [](C& c) { c.aux.topk_idx = nullptr; }, {"topk_idx", "NULL"}},

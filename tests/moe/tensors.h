@@ -2,11 +2,14 @@
 // Tensors, values and comparisons for the tests of epx_moe.h. Nothing here knows which operation is under test.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -109,6 +112,24 @@ Tensor<T> scribbled(std::initializer_list<int64_t> shape) {
   tensor.scribble();
   return tensor;
 }
+
+// An argument of a call that a test may spoil: what the call gets, and the values.
+template <typename T>
+struct Argument : epx_tensor {
+  Argument(Tensor<T> tensor) : epx_tensor{}, values(std::move(tensor)) { *static_cast<epx_tensor*>(this) = *values.get(); }
+  Argument(const Argument&) = delete;
+  Argument& operator=(const Argument&) = delete;
+  ~Argument() = default;
+
+  // Of an output that was scribbled().
+  bool is_written() const {
+    const auto is_scribble = [](std::byte byte) { return byte == std::byte{0xA5}; };
+    const auto bytes = std::as_bytes(std::span(values.begin(), values.end()));
+    return !std::all_of(bytes.begin(), bytes.end(), is_scribble);
+  }
+
+  Tensor<T> values;
+};
 
 // Returns a number in [low, high) from the top 53 bits of the generator. It is the same on every platform, unlike those of the
 // standard distributions.
