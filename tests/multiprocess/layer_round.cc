@@ -306,6 +306,18 @@ float LayerRound::kept_weight(int t) const {
   return sum;
 }
 
+template <typename Expected>
+void LayerRound::check_row(Buffer buffer, int64_t row, const char* what, const Expected& expected_at) const {
+  for (int h = 0; h < kHidden; ++h)
+    check_value(from_bf16(as<uint16_t>(buffer)[row * kHidden + h]), expected_at(h), what, row, h);
+}
+
+template <typename Expected>
+void LayerRound::check_sidecar(Buffer buffer, int64_t row, const Expected& expected_at) const {
+  for (int i = 0; i < kSidecarBytes; ++i)
+    check(at(buffer)[row * kSidecarBytes + i] == expected_at(i), "byte {} of the sidecar of row {} is wrong", i, row);
+}
+
 void LayerRound::check_received(int without) const {
   const int32_t rows_in_use = as<int32_t>(kOffsets)[num_local_];
   check(rows_in_use > 0 && rows_in_use <= num_rows_, "{} rows in use of {}", rows_in_use, num_rows_);
@@ -315,14 +327,8 @@ void LayerRound::check_received(int without) const {
     const int t = origin[1];
     const bool zero = rank < 0 || rank == without;
     check_value(as<float>(kRecvWeights)[s], zero ? 0 : weight_at(origin[2]), "recv_weights", s, 0);
-    for (int h = 0; h < kHidden; ++h) {
-      check_value(from_bf16(as<uint16_t>(kRecvTokens)[s * kHidden + h]), zero ? 0 : token_at(rank, t, h), "recv_tokens", s,
-                  h);
-    }
-    for (int i = 0; i < kSidecarBytes; ++i) {
-      check(at(kRecvSidecar)[s * kSidecarBytes + i] == (zero ? std::byte{0} : sidecar_at(rank, t, i)),
-            "byte {} of the sidecar of slot {} is wrong", i, s);
-    }
+    check_row(kRecvTokens, s, "recv_tokens", [&](int h) { return zero ? 0 : token_at(rank, t, h); });
+    check_sidecar(kRecvSidecar, s, [&](int i) { return zero ? std::byte{0} : sidecar_at(rank, t, i); });
   }
 }
 
@@ -342,17 +348,9 @@ void LayerRound::run_rank_major() {
     for (int t = 0; t < 4 - source; ++t) {
       if (!goes_to(source, t, 0) && !goes_to(source, t, 1)) continue;
       const int row = source * kRowsPerSource + rows++;
-      for (int h = 0; h < kHidden; ++h) {
-        check_value(from_bf16(as<uint16_t>(kRecvRows)[row * kHidden + h]), token_at(source, t, h), "rank-major rows", row,
-                    h);
-        check_value(from_bf16(as<uint16_t>(kGradRows)[row * kHidden + h]), grad_at(source, t, h), "their gradients", row,
-                    h);
-      }
-      for (int i = 0; i < kSidecarBytes; ++i)
-        check(at(kRecvRowSidecar)[row * kSidecarBytes + i] == sidecar_at(source, t, i),
-              "byte {} of the sidecar of row {} is "
-              "wrong",
-              i, row);
+      check_row(kRecvRows, row, "rank-major rows", [&](int h) { return token_at(source, t, h); });
+      check_row(kGradRows, row, "their gradients", [&](int h) { return grad_at(source, t, h); });
+      check_sidecar(kRecvRowSidecar, row, [&](int i) { return sidecar_at(source, t, i); });
       for (int k = 0; k < kTopK; ++k) {
         const bool is_here = goes_to(source, t, k);
         check_equal(as<int32_t>(kRecvRowIdx)[row * kTopK + k], is_here ? expert_at(source, t, k) - first_expert : -1,
@@ -369,12 +367,9 @@ void LayerRound::run_rank_major() {
   }
   for (int t = 0; t < num_tokens_; ++t) {
     const int ranks = (expert_at(rank_, t, 0) < 3) == (expert_at(rank_, t, 1) < 3) ? 1 : 2;
-    for (int h = 0; h < kHidden; ++h) {
-      check_value(from_bf16(as<uint16_t>(kOut)[t * kHidden + h]), static_cast<float>(ranks) * token_at(rank_, t, h), "out",
-                  t, h);
-      check_value(from_bf16(as<uint16_t>(kGradTokens)[t * kHidden + h]), static_cast<float>(ranks) * grad_at(rank_, t, h),
-                  "grad_tokens", t, h);
-    }
+    const auto times = static_cast<float>(ranks);
+    check_row(kOut, t, "out", [&](int h) { return times * token_at(rank_, t, h); });
+    check_row(kGradTokens, t, "grad_tokens", [&](int h) { return times * grad_at(rank_, t, h); });
     for (int k = 0; k < kTopK; ++k)
       check_value(as<float>(kGradTopkWeights)[t * kTopK + k], weight_at(k), "grad_topk_weights", t, k);
   }
@@ -387,17 +382,12 @@ void LayerRound::check_results() {
     const int32_t* origin = as<int32_t>(kSlotOrigin) + 3 * s;
     const bool pad = origin[0] < 0;
     check_value(as<float>(kGradRecvWeights)[s], pad ? 0 : dot_at(origin[0], origin[1]), "grad_recv_weights", s, 0);
-    for (int h = 0; h < kHidden; ++h) {
-      check_value(from_bf16(as<uint16_t>(kGradExpertOut)[s * kHidden + h]),
-                  pad ? 0 : weight_at(origin[2]) * grad_at(origin[0], origin[1], h), "grad_expert_out", s, h);
-    }
+    check_row(kGradExpertOut, s, "grad_expert_out",
+              [&](int h) { return pad ? 0 : weight_at(origin[2]) * grad_at(origin[0], origin[1], h); });
   }
   for (int t = 0; t < num_tokens_; ++t) {
-    for (int h = 0; h < kHidden; ++h) {
-      check_value(from_bf16(as<uint16_t>(kOut)[t * kHidden + h]), kept_weight(t) * token_at(rank_, t, h), "out", t, h);
-      check_value(from_bf16(as<uint16_t>(kGradTokens)[t * kHidden + h]), kept_weight(t) * grad_at(rank_, t, h),
-                  "grad_tokens", t, h);
-    }
+    check_row(kOut, t, "out", [&](int h) { return kept_weight(t) * token_at(rank_, t, h); });
+    check_row(kGradTokens, t, "grad_tokens", [&](int h) { return kept_weight(t) * grad_at(rank_, t, h); });
     for (int k = 0; k < kTopK; ++k) {
       check_value(as<float>(kGradTopkWeights)[t * kTopK + k], kept(t, k) ? dot_at(rank_, t) : 0, "grad_topk_weights", t, k);
       check((slot(t, k) >= 0) == kept(t, k), "slot[{}, {}] is {}", t, k, slot(t, k));

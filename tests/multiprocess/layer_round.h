@@ -149,6 +149,10 @@ private:
   const T* as(Buffer buffer) const {
     return reinterpret_cast<const T*>(at(buffer));
   }
+  template <typename Expected>
+  void check_row(Buffer buffer, int64_t row, const char* what, const Expected& expected_at) const;
+  template <typename Expected>
+  void check_sidecar(Buffer buffer, int64_t row, const Expected& expected_at) const;
   void run_and_check(std::initializer_list<Op> operations);
   void lay_out();
   void fill_inputs();

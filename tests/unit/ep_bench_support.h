@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <variant>
@@ -27,6 +29,16 @@ inline std::variant<Sweep, RequestedText> parse(std::vector<const char*> argumen
 
 inline Options options_of(std::vector<const char*> arguments) {
   return std::get<Sweep>(parse(std::move(arguments))).common();
+}
+
+// The same of arguments that have no spaces.
+inline Options options_of_line(const std::string& line) {
+  std::istringstream stream(line);
+  const std::vector<std::string> words{std::istream_iterator<std::string>(stream), {}};
+  std::vector<const char*> arguments;
+  for (const std::string& word : words)
+    arguments.push_back(word.c_str());
+  return options_of(arguments);
 }
 
 // Returns the sentence of the UsageError that `action` throws.

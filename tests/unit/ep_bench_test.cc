@@ -27,48 +27,11 @@ std::string refusal(const std::vector<const char*>& argv) {
 }
 
 TEST_CASE("ep_bench options: everything given") {
-  const Options options = options_of({"--transport",
-                                      "host",
-                                      "--tokens",
-                                      "7",
-                                      "--hidden",
-                                      "33",
-                                      "--experts",
-                                      "9",
-                                      "--top-k",
-                                      "3",
-                                      "--dtype",
-                                      "fp16",
-                                      "--routing",
-                                      "zipf:1.25",
-                                      "--pads",
-                                      "untouched",
-                                      "--alignment",
-                                      "16",
-                                      "--capacity",
-                                      "100",
-                                      "--seed",
-                                      "18446744073709551615",
-                                      "--combine-precision",
-                                      "exact",
-                                      "--staged",
-                                      "--num-comm-sms",
-                                      "16",
-                                      "--ranks-per-node",
-                                      "1",
-                                      "--timeout-ms",
-                                      "1500",
-                                      "--iters",
-                                      "2",
-                                      "--warmup",
-                                      "0",
-                                      "--input-sets",
-                                      "3",
-                                      "--verify",
-                                      "--json",
-                                      "out.json",
-                                      "--job-id",
-                                      "job"});
+  const Options options = options_of_line(
+      "--transport host --tokens 7 --hidden 33 --experts 9 --top-k 3 --dtype fp16 --routing zipf:1.25 --pads "
+      "untouched --alignment 16 --capacity 100 --seed 18446744073709551615 --combine-precision exact "
+      "--staged --num-comm-sms 16 --ranks-per-node 1 --timeout-ms 1500 --iters 2 --warmup 0 --input-sets 3 "
+      "--verify --json out.json --job-id job");
   CHECK(options.transport == EPX_TRANSPORT_HOST);
   CHECK(options.tokens == 7);
   CHECK(options.hidden == 33);
@@ -125,9 +88,8 @@ TEST_CASE("ep_bench options: defaults and borders") {
 
 TEST_CASE("ep_bench options: of a repeated one the last counts") {
   const Options options =
-      options_of({"--tokens", "7",        "--dtype", "fp8",    "--seed",    "-1",     "--staged",  "--tokens=9", "--dtype",
-                  "fp16",     "--staged", "--seed",  "2",      "--routing", "hot:2",  "--routing", "uniform",    "--rank",
-                  "5",        "--rank",   "0",       "--json", "a",         "--json", "b"});
+      options_of_line("--tokens 7 --dtype fp8 --seed -1 --staged --tokens=9 --dtype fp16 --staged --seed 2 --routing hot:2 "
+                      "--routing uniform --rank 5 --rank 0 --json a --json b");
   CHECK(options.tokens == 9);
   CHECK(options.dtype == EPX_FLOAT16);
   CHECK(options.seed == 2);

@@ -39,11 +39,9 @@ epx_group_config small_config() {
 
 TEST_CASE("experts lie in contiguous blocks, the first ranks own one more") {
   const epx::ExpertBlocks uneven{10, 4}; // 3 3 2 2
-  CHECK(uneven.first_expert(0) == 0);
-  CHECK(uneven.first_expert(1) == 3);
-  CHECK(uneven.first_expert(2) == 6);
-  CHECK(uneven.first_expert(3) == 8);
-  CHECK(uneven.first_expert(4) == 10);
+  const int first_experts[] = {0, 3, 6, 8, 10};
+  for (int rank = 0; rank <= 4; ++rank)
+    CHECK(uneven.first_expert(rank) == first_experts[rank]);
   const epx::ExpertBlocks fewer{2, 5}; // 1 1 0 0 0
   CHECK(fewer.num_local_experts(1) == 1);
   CHECK(fewer.num_local_experts(2) == 0);
@@ -105,30 +103,29 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
     config.max_sidecar_bytes = 5;
     const epx::GroupShape shape = epx::resolve(config, 5);
     const epx::WindowLayout layout = epx::make_window_layout(shape, access);
-    const std::vector<epx::Region> regions = {layout.abort_record,
-                                              layout.waiting,
-                                              layout.call_descriptors,
-                                              layout.complete,
-                                              layout.board,
-                                              layout.counts,
-                                              layout.gathered_routes,
-                                              layout.ll_slot_records,
-                                              layout.first_slots,
-                                              layout.scatter_rows,
-                                              layout.scatter_sidecars,
-                                              layout.scatter_weights,
-                                              layout.scatter_token_weights,
-                                              layout.scatter_ready_flags,
-                                              layout.gather_rows,
-                                              layout.gather_weights,
-                                              layout.gather_ready_flags,
-                                              layout.ll_scatter_rows,
-                                              layout.ll_scatter_weights,
-                                              layout.ll_rank_major_routes,
-                                              layout.ll_gather_rows,
-                                              layout.ll_gather_weights};
     int64_t end = 0;
-    for (const epx::Region& region : regions) {
+    for (const epx::Region& region : {layout.abort_record,
+                                      layout.waiting,
+                                      layout.call_descriptors,
+                                      layout.complete,
+                                      layout.board,
+                                      layout.counts,
+                                      layout.gathered_routes,
+                                      layout.ll_slot_records,
+                                      layout.first_slots,
+                                      layout.scatter_rows,
+                                      layout.scatter_sidecars,
+                                      layout.scatter_weights,
+                                      layout.scatter_token_weights,
+                                      layout.scatter_ready_flags,
+                                      layout.gather_rows,
+                                      layout.gather_weights,
+                                      layout.gather_ready_flags,
+                                      layout.ll_scatter_rows,
+                                      layout.ll_scatter_weights,
+                                      layout.ll_rank_major_routes,
+                                      layout.ll_gather_rows,
+                                      layout.ll_gather_weights}) {
       CHECK(region.offset == end);
       CHECK(region.offset % epx::kRegionAlignment == 0);
       end = region.offset + region.bytes;
