@@ -68,8 +68,7 @@ public:
     layer_->write(work);
     enqueue();
     device_.finish();
-    layer_->check_forward(work);
-    layer_->check_backward(work);
+    layer_->check_results(work);
     expected_ = layer_->snapshot();
     wrong_ = device_.allocate(sizeof(unsigned long long));
     check_cuda(cudaMemset(wrong_, 0, sizeof(unsigned long long)), "cudaMemset");

@@ -52,8 +52,7 @@ void test_replays(const RankContext& context, epx_combine_precision precision, b
     else
       (is_fused ? fused_graph : graph).launch();
     context.device->finish();
-    layer.check_forward(work);
-    layer.check_backward(work);
+    layer.check_results(work);
     layer.check_rank_major(work);
   }
   const epx_group_report report = group.view().status();
@@ -91,8 +90,7 @@ void test_layers_in_flight(const RankContext& context) {
       run(schedule[step].first, schedule[step].second, (step + round) % 2 == 0);
     context.device->finish();
     for (size_t i = 0; i < layers.size(); ++i) {
-      layers[i]->check_forward(works[i]);
-      layers[i]->check_backward(works[i]);
+      layers[i]->check_results(works[i]);
     }
   }
 }
@@ -229,8 +227,7 @@ void test_eager_streams(const RankContext& context) {
     graph.launch();
     for (const Stream& stream : streams)
       stream.finish();
-    layer.check_forward(work);
-    layer.check_backward(work);
+    layer.check_results(work);
   }
   const epx_group_report report = group.view().status();
   check(report.status == EPX_SUCCESS, "the group has failed: {}", report.message);
@@ -410,8 +407,7 @@ void test_blocked_stream(const RankContext& context) {
   }
   check_cuda(cudaMemGetInfo(&free_after, &total), "cudaMemGetInfo");
   check_equal(free_after, free_before, "free memory after the five calls");
-  layer.check_forward(work);
-  layer.check_backward(work);
+  layer.check_results(work);
 }
 
 } // namespace

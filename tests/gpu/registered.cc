@@ -36,8 +36,7 @@ void test_registered(const RankContext& context) {
     layer.forward();
     layer.backward();
     context.device->finish();
-    layer.check_forward(work);
-    layer.check_backward(work);
+    layer.check_results(work);
   }
   check_ok(epx_mem_free(group.handle(), memory), "epx_mem_free of the registration");
   std::vector<std::byte> contents(bytes);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "base/dtypes.h"
 #include "tests/gpu/compare_kernel.h"
@@ -17,24 +16,21 @@ namespace epx::test {
 ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place)
     : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
   lay_out();
-  if (in_place)
-    for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut, kRecvRows, kGradRows}) {
-      if (memories_[written_by_peers].bytes == 0) continue;
-      void* data = nullptr;
-      check_ok(epx_mem_alloc(group_.handle(), memories_[written_by_peers].bytes, &data), "epx_mem_alloc");
-      memories_[written_by_peers].data = static_cast<std::byte*>(data);
-      memories_[written_by_peers].owner = Memory::group;
-    }
+  for (Memory& memory : memories_) {
+    if (!in_place || !memory.is_written_by_peers || memory.bytes == 0) continue;
+    *memory.tensor = group_.view().mem_alloc(memory.bytes).release();
+    memory.owner = Memory::group;
+  }
   allocate_on_device();
 }
 
 ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* registered, size_t bytes)
     : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
   lay_out();
-  for (const size_t written_by_peers : {kRecvTokens, kGradExpertOut, kRecvRows, kGradRows}) {
-    Memory& memory = memories_[written_by_peers];
+  for (Memory& memory : memories_) {
+    if (!memory.is_written_by_peers) continue;
     check(memory.bytes <= bytes, "{} bytes do not fit in {}", memory.bytes, bytes);
-    memory.data = registered;
+    *memory.tensor = registered;
     memory.owner = Memory::borrowed;
     const size_t used = (memory.bytes + 255) / 256 * 256;
     registered += used;
@@ -44,13 +40,11 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte*
 }
 
 void ResidentLayer::allocate_on_device() {
-  for (Memory& memory : memories_) {
-    if (memory.data == nullptr) memory.data = device_.allocate(std::max<size_t>(memory.bytes, 1));
-    if (memory.tensor != nullptr) *memory.tensor = memory.data;
-  }
+  for (const Memory& memory : memories_)
+    if (memory.data() == nullptr) *memory.tensor = device_.allocate(std::max<size_t>(memory.bytes, 1));
   rank_major_memory_.topk_idx = layer_memory_.topk_idx;
-  layer_memory_.handle_mem = {memories_[kHandle].data, memories_[kHandle].bytes};
-  rank_major_memory_.handle_mem = {memories_[kRowHandle].data, memories_[kRowHandle].bytes};
+  layer_memory_.handle_mem = {handle_, memory_of(handle_).bytes};
+  rank_major_memory_.handle_mem = {rank_major_handle_, memory_of(rank_major_handle_).bytes};
 }
 
 void ResidentLayer::lay_out() {
@@ -71,94 +65,96 @@ void ResidentLayer::lay_out() {
   rank_major.num_ranks = shape.num_ranks;
   rank_major.rows_per_source =
       is_rank_major ? std::min(num_tokens, recv_rows / (int64_t{shape.num_ranks} * layer_.top_k)) : 0;
-  memories_.resize(kNumMemories);
   const size_t handle_bytes = group_.view().handle_mem_size(major.layer);
   const auto row = static_cast<size_t>(row_bytes(layer_.dtype, layer_.hidden));
   const auto tokens = static_cast<size_t>(num_tokens), slots = static_cast<size_t>(recv_rows);
   const size_t routes = tokens * static_cast<size_t>(layer_.top_k);
   const auto experts = static_cast<size_t>(major.num_local_experts);
-  const auto add = [&](size_t memory, std::byte** tensor, size_t bytes, bool is_input) {
-    memories_[memory] = {.bytes = bytes, .is_input = is_input, .tensor = tensor};
+  const auto add = [&](std::byte*& tensor, size_t bytes, bool is_input) {
+    memories_.push_back({.tensor = &tensor, .bytes = bytes, .is_input = is_input});
   };
-  add(kTopkIdx, &major.topk_idx, routes * sizeof(int64_t), true);
-  add(kTokens, &major.tokens, tokens * row, true);
-  add(kTopkWeights, &major.topk_weights, routes * sizeof(float), true);
-  add(kExpertOut, &major.expert_out, slots * row, true);
-  add(kCombineWeights, &major.expert_weights, slots * sizeof(float), true);
-  add(kGradOut, &major.grad_out, tokens * row, true);
-  add(kBwdExpertOut, &major.bwd_expert_out, slots * row, true);
-  add(kBwdWeights, &major.bwd_weights, slots * sizeof(float), true);
-  add(kGradRecv, &major.grad_recv, slots * row, true);
-  add(kGradRecvWeightsIn, &major.grad_weights, slots * sizeof(float), true);
-  add(kHandle, nullptr, handle_bytes, false);
-  add(kCounts, &major.counts, experts * sizeof(int32_t), false);
-  add(kOffsets, &major.offsets, (experts + 1) * sizeof(int32_t), false);
-  add(kRecvTokens, &major.recv_tokens, slots * row, false);
-  add(kRecvWeights, &major.recv_weights, slots * sizeof(float), false);
-  add(kOut, &major.out, tokens * row, false);
-  add(kGradExpertOut, &major.grad_expert_out, slots * row, false);
-  add(kGradRecvWeights, &major.grad_recv_weights, slots * sizeof(float), false);
-  add(kGradTokens, &major.grad_tokens, tokens * row, false);
-  add(kGradTopkWeights, &major.grad_topk_weights, routes * sizeof(float), false);
+  const auto add_of_peers = [&](std::byte*& tensor, size_t bytes) {
+    memories_.push_back({.tensor = &tensor, .bytes = bytes, .is_written_by_peers = true});
+  };
+  add(major.topk_idx, routes * sizeof(int64_t), true);
+  add(major.tokens, tokens * row, true);
+  add(major.topk_weights, routes * sizeof(float), true);
+  add(major.expert_out, slots * row, true);
+  add(major.expert_weights, slots * sizeof(float), true);
+  add(major.grad_out, tokens * row, true);
+  add(major.bwd_expert_out, slots * row, true);
+  add(major.bwd_weights, slots * sizeof(float), true);
+  add(major.grad_recv, slots * row, true);
+  add(major.grad_weights, slots * sizeof(float), true);
+  add(handle_, handle_bytes, false);
+  add(major.counts, experts * sizeof(int32_t), false);
+  add(major.offsets, (experts + 1) * sizeof(int32_t), false);
+  add_of_peers(major.recv_tokens, slots * row);
+  add(major.recv_weights, slots * sizeof(float), false);
+  add(major.out, tokens * row, false);
+  add_of_peers(major.grad_expert_out, slots * row);
+  add(major.grad_recv_weights, slots * sizeof(float), false);
+  add(major.grad_tokens, tokens * row, false);
+  add(major.grad_topk_weights, routes * sizeof(float), false);
   const auto source_rows = static_cast<size_t>(shape.num_ranks * rank_major.rows_per_source);
   const size_t row_routes = source_rows * static_cast<size_t>(layer_.top_k);
   const auto of_sums = [&](size_t bytes) { return is_rank_major && sums_rank_major() ? bytes : 0; };
-  add(kRowTokens, &rank_major.tokens, is_rank_major ? tokens * row : 0, true);
-  add(kRowTopkWeights, &rank_major.topk_weights, is_rank_major ? routes * sizeof(float) : 0, true);
-  add(kRowGradOut, &rank_major.grad_out, is_rank_major ? tokens * row : 0, true);
-  add(kRowExpertOut, &rank_major.expert_out, of_sums(source_rows * row), true);
-  add(kGradRowsIn, &rank_major.grad_recv, of_sums(source_rows * row), true);
-  add(kGradRowWeightsIn, &rank_major.grad_weights, of_sums(row_routes * sizeof(float)), true);
-  add(kRowHandle, nullptr, handle_bytes, false);
-  add(kRecvRows, &rank_major.recv_tokens, source_rows * row, false);
-  add(kRecvRowIdx, &rank_major.recv_topk_idx, row_routes * sizeof(int64_t), false);
-  add(kRecvRowWeights, &rank_major.recv_weights, row_routes * sizeof(float), false);
-  add(kSourceCounts, &rank_major.counts, static_cast<size_t>(shape.num_ranks) * sizeof(int32_t), false);
-  add(kRowOut, &rank_major.out, of_sums(tokens * row), false);
-  add(kGradRows, &rank_major.grad_expert_out, source_rows * row, false);
-  add(kRowGradTokens, &rank_major.grad_tokens, of_sums(tokens * row), false);
-  add(kRowGradTopkWeights, &rank_major.grad_topk_weights, of_sums(routes * sizeof(float)), false);
+  add(rank_major.tokens, is_rank_major ? tokens * row : 0, true);
+  add(rank_major.topk_weights, is_rank_major ? routes * sizeof(float) : 0, true);
+  add(rank_major.grad_out, is_rank_major ? tokens * row : 0, true);
+  add(rank_major.expert_out, of_sums(source_rows * row), true);
+  add(rank_major.grad_recv, of_sums(source_rows * row), true);
+  add(rank_major.grad_weights, of_sums(row_routes * sizeof(float)), true);
+  add(rank_major_handle_, handle_bytes, false);
+  add_of_peers(rank_major.recv_tokens, source_rows * row);
+  add(rank_major.recv_topk_idx, row_routes * sizeof(int64_t), false);
+  add(rank_major.recv_weights, row_routes * sizeof(float), false);
+  add(rank_major.counts, static_cast<size_t>(shape.num_ranks) * sizeof(int32_t), false);
+  add(rank_major.out, of_sums(tokens * row), false);
+  add_of_peers(rank_major.grad_expert_out, source_rows * row);
+  add(rank_major.grad_tokens, of_sums(tokens * row), false);
+  add(rank_major.grad_topk_weights, of_sums(routes * sizeof(float)), false);
 }
 
 ResidentLayer::~ResidentLayer() {
   for (const Memory& memory : memories_) {
-    if (memory.owner == Memory::group) epx_mem_free(group_.handle(), memory.data);
-    if (memory.owner == Memory::device) device_.free(memory.data);
+    if (memory.owner == Memory::group) epx_mem_free(group_.handle(), memory.data());
+    if (memory.owner == Memory::device) device_.free(memory.data());
   }
 }
 
 void ResidentLayer::write(const Workload& work) {
   const auto rank = static_cast<size_t>(rank_);
-  const auto write_input = [&](size_t memory, const auto& values) {
+  const auto write_input = [&](std::byte* tensor, const auto& values) {
     const auto bytes = std::as_bytes(std::span(values));
-    check_equal(bytes.size(), memories_[memory].bytes, "bytes of input " + std::to_string(memory));
-    device_.write(memories_[memory].data, bytes.data(), bytes.size());
+    check_equal(bytes.size(), memory_of(tensor).bytes, "bytes of an input");
+    device_.write(tensor, bytes.data(), bytes.size());
   };
-  write_input(kTopkIdx, work.routing[rank].topk_idx);
-  write_input(kTokens, work.dispatch.tokens[rank].bytes);
-  write_input(kTopkWeights, work.dispatch.topk_weights[rank]);
-  write_input(kExpertOut, work.combine.expert_out[rank].bytes);
-  write_input(kCombineWeights, work.combine.recv_weights[rank]);
-  write_input(kGradOut, work.combine_bwd.grad_out[rank].bytes);
-  write_input(kBwdExpertOut, work.combine_bwd.expert_out[rank].bytes);
-  write_input(kBwdWeights, work.combine_bwd.recv_weights[rank]);
-  write_input(kGradRecv, work.dispatch_bwd.grad_recv[rank].bytes);
-  write_input(kGradRecvWeightsIn, work.dispatch_bwd.grad_recv_weights[rank]);
+  write_input(layer_memory_.topk_idx, work.routing[rank].topk_idx);
+  write_input(layer_memory_.tokens, work.dispatch.tokens[rank].bytes);
+  write_input(layer_memory_.topk_weights, work.dispatch.topk_weights[rank]);
+  write_input(layer_memory_.expert_out, work.combine.expert_out[rank].bytes);
+  write_input(layer_memory_.expert_weights, work.combine.recv_weights[rank]);
+  write_input(layer_memory_.grad_out, work.combine_bwd.grad_out[rank].bytes);
+  write_input(layer_memory_.bwd_expert_out, work.combine_bwd.expert_out[rank].bytes);
+  write_input(layer_memory_.bwd_weights, work.combine_bwd.recv_weights[rank]);
+  write_input(layer_memory_.grad_recv, work.dispatch_bwd.grad_recv[rank].bytes);
+  write_input(layer_memory_.grad_weights, work.dispatch_bwd.grad_recv_weights[rank]);
   if (work.rank_major) {
     check_equal(work.rank_major->rows_per_source, rank_major_memory_.rows_per_source, "M");
-    write_input(kRowTokens, work.rank_major->dispatch.tokens[rank].bytes);
-    write_input(kRowTopkWeights, work.rank_major->dispatch.topk_weights[rank]);
-    write_input(kRowGradOut, work.rank_major->combine_bwd.grad_out[rank].bytes);
+    write_input(rank_major_memory_.tokens, work.rank_major->dispatch.tokens[rank].bytes);
+    write_input(rank_major_memory_.topk_weights, work.rank_major->dispatch.topk_weights[rank]);
+    write_input(rank_major_memory_.grad_out, work.rank_major->combine_bwd.grad_out[rank].bytes);
   }
   if (work.rank_major && sums_rank_major()) {
-    write_input(kRowExpertOut, work.rank_major->combine.expert_out[rank].bytes);
-    write_input(kGradRowsIn, work.rank_major->dispatch_bwd.grad_recv[rank].bytes);
-    write_input(kGradRowWeightsIn, work.rank_major->dispatch_bwd.grad_recv_weights[rank]);
+    write_input(rank_major_memory_.expert_out, work.rank_major->combine.expert_out[rank].bytes);
+    write_input(rank_major_memory_.grad_recv, work.rank_major->dispatch_bwd.grad_recv[rank].bytes);
+    write_input(rank_major_memory_.grad_weights, work.rank_major->dispatch_bwd.grad_recv_weights[rank]);
   }
   for (const Memory& memory : memories_) {
     if (memory.is_input) continue;
     const std::vector<std::byte> scribble(memory.bytes, kScribble);
-    device_.write(memory.data, scribble.data(), scribble.size());
+    device_.write(memory.data(), scribble.data(), scribble.size());
   }
 }
 
@@ -181,9 +177,13 @@ void ResidentLayer::rank_major() {
   if (sums_rank_major()) dispatch_rank_major_bwd();
 }
 
-std::vector<std::byte> ResidentLayer::read(size_t memory) const {
-  std::vector<std::byte> bytes(memories_[memory].bytes);
-  device_.read(bytes.data(), memories_[memory].data, bytes.size());
+const ResidentLayer::Memory& ResidentLayer::memory_of(const std::byte* tensor) const {
+  return *std::ranges::find(memories_, tensor, &Memory::data);
+}
+
+std::vector<std::byte> ResidentLayer::read(const std::byte* tensor) const {
+  std::vector<std::byte> bytes(memory_of(tensor).bytes);
+  device_.read(bytes.data(), tensor, bytes.size());
   return bytes;
 }
 
@@ -192,7 +192,7 @@ public:
   explicit Snapshot(const ResidentLayer& layer) : device_(layer.device_) {
     for (const Memory& memory : layer.memories_) {
       copies_.push_back(device_.allocate(std::max<size_t>(memory.bytes, 1)));
-      copy(copies_.back(), memory.data, memory.bytes, device_);
+      copy(copies_.back(), memory.data(), memory.bytes, device_);
     }
     device_.finish();
   }
@@ -229,10 +229,10 @@ void ResidentLayer::restore_inputs(const Snapshot& from) {
   for (size_t i = 0; i < memories_.size(); ++i) {
     const Memory& memory = memories_[i];
     if (memory.is_input) {
-      Snapshot::copy(memory.data, from[i], memory.bytes, device_);
+      Snapshot::copy(memory.data(), from[i], memory.bytes, device_);
       continue;
     }
-    const cudaError_t error = cudaMemsetAsync(memory.data, static_cast<int>(kScribble), memory.bytes, stream);
+    const cudaError_t error = cudaMemsetAsync(memory.data(), static_cast<int>(kScribble), memory.bytes, stream);
     check(error == cudaSuccess, "cudaMemsetAsync: {}", cudaGetErrorString(error));
   }
 }
@@ -241,19 +241,19 @@ void ResidentLayer::count_wrong(const Snapshot& expected, unsigned long long* co
   const auto stream = static_cast<cudaStream_t>(device_.stream());
   for (size_t i = 0; i < memories_.size(); ++i) {
     const Memory& memory = memories_[i];
-    if (memory.is_input || i == kHandle || i == kRowHandle) continue;
-    const cudaError_t error = count_differences(memory.data, expected[i], memory.bytes, count, stream);
+    if (memory.is_input || memory.tensor == &handle_ || memory.tensor == &rank_major_handle_) continue;
+    const cudaError_t error = count_differences(memory.data(), expected[i], memory.bytes, count, stream);
     check(error == cudaSuccess, "count_differences: {}", cudaGetErrorString(error));
   }
 }
 
 void ResidentLayer::check_forward(const Workload& work) const {
   const auto rank = static_cast<size_t>(rank_);
-  check_integers("counts", work.plan.ranks[rank].counts, read(kCounts), EPX_INT32);
-  check_integers("offsets", work.plan.ranks[rank].offsets, read(kOffsets), EPX_INT32);
-  check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(kRecvTokens), NanRule::bits);
-  check_floats("recv_weights", work.dispatch.recv_weights[rank], read(kRecvWeights), NanRule::bits);
-  check_rows("out", work.combine.out[rank], read(kOut), NanRule::any_nan);
+  check_integers("counts", work.plan.ranks[rank].counts, read(layer_memory_.counts), EPX_INT32);
+  check_integers("offsets", work.plan.ranks[rank].offsets, read(layer_memory_.offsets), EPX_INT32);
+  check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(layer_memory_.recv_tokens), NanRule::bits);
+  check_floats("recv_weights", work.dispatch.recv_weights[rank], read(layer_memory_.recv_weights), NanRule::bits);
+  check_rows("out", work.combine.out[rank], read(layer_memory_.out), NanRule::any_nan);
 }
 
 void ResidentLayer::check_rank_major(const Workload& work) const {
@@ -262,23 +262,28 @@ void ResidentLayer::check_rank_major(const Workload& work) const {
   const RankMajorData& data = work.rank_major.value();
   std::vector<int64_t> experts = data.dispatch.recv_topk_idx[rank];
   std::ranges::replace(experts, kScribbledInteger, static_cast<int64_t>(0xa5a5a5a5a5a5a5a5));
-  check_integers("counts", data.dispatch.counts[rank], read(kSourceCounts), EPX_INT32);
-  check_rows("recv_tokens", data.dispatch.recv_tokens[rank], read(kRecvRows), NanRule::bits);
-  check_integers("recv_topk_idx", experts, read(kRecvRowIdx), EPX_INT64);
-  check_floats("recv_weights", data.dispatch.recv_weights[rank], read(kRecvRowWeights), NanRule::bits);
-  check_rows("grad_expert_out", data.combine_bwd.grad_expert_out[rank], read(kGradRows), NanRule::bits);
+  check_integers("counts", data.dispatch.counts[rank], read(rank_major_memory_.counts), EPX_INT32);
+  check_rows("recv_tokens", data.dispatch.recv_tokens[rank], read(rank_major_memory_.recv_tokens), NanRule::bits);
+  check_integers("recv_topk_idx", experts, read(rank_major_memory_.recv_topk_idx), EPX_INT64);
+  check_floats("recv_weights", data.dispatch.recv_weights[rank], read(rank_major_memory_.recv_weights), NanRule::bits);
+  check_rows("grad_expert_out", data.combine_bwd.grad_expert_out[rank], read(rank_major_memory_.grad_expert_out),
+             NanRule::bits);
   if (!sums_rank_major()) return;
-  check_rows("out", data.combine.out[rank], read(kRowOut), NanRule::any_nan);
-  check_rows("grad_tokens", data.dispatch_bwd.grad_tokens[rank], read(kRowGradTokens), NanRule::any_nan);
-  check_floats("grad_topk_weights", data.dispatch_bwd.grad_topk_weights[rank], read(kRowGradTopkWeights), NanRule::bits);
+  check_rows("out", data.combine.out[rank], read(rank_major_memory_.out), NanRule::any_nan);
+  check_rows("grad_tokens", data.dispatch_bwd.grad_tokens[rank], read(rank_major_memory_.grad_tokens), NanRule::any_nan);
+  check_floats("grad_topk_weights", data.dispatch_bwd.grad_topk_weights[rank], read(rank_major_memory_.grad_topk_weights),
+               NanRule::bits);
 }
 
 void ResidentLayer::check_backward(const Workload& work) const {
   const auto rank = static_cast<size_t>(rank_);
-  check_rows("grad_expert_out", work.combine_bwd.grad_expert_out[rank], read(kGradExpertOut), NanRule::any_nan);
-  check_floats("grad_recv_weights", work.combine_bwd.grad_recv_weights[rank], read(kGradRecvWeights), NanRule::any_nan);
-  check_rows("grad_tokens", work.dispatch_bwd.grad_tokens[rank], read(kGradTokens), NanRule::any_nan);
-  check_floats("grad_topk_weights", work.dispatch_bwd.grad_topk_weights[rank], read(kGradTopkWeights), NanRule::bits);
+  check_rows("grad_expert_out", work.combine_bwd.grad_expert_out[rank], read(layer_memory_.grad_expert_out),
+             NanRule::any_nan);
+  check_floats("grad_recv_weights", work.combine_bwd.grad_recv_weights[rank], read(layer_memory_.grad_recv_weights),
+               NanRule::any_nan);
+  check_rows("grad_tokens", work.dispatch_bwd.grad_tokens[rank], read(layer_memory_.grad_tokens), NanRule::any_nan);
+  check_floats("grad_topk_weights", work.dispatch_bwd.grad_topk_weights[rank], read(layer_memory_.grad_topk_weights),
+               NanRule::bits);
 }
 
 } // namespace epx::test

@@ -65,64 +65,33 @@ public:
   void check_forward(const Workload& work) const;
   void check_backward(const Workload& work) const;
   void check_rank_major(const Workload& work) const;
+  void check_results(const Workload& work) const { // forward and backward
+    check_forward(work);
+    check_backward(work);
+  }
 
 private:
   struct Memory {
-    std::byte* data = nullptr;
+    std::byte** tensor = nullptr; // of a LayerMemory, or one of the handles
     size_t bytes = 0;
     bool is_input = false;
-    std::byte** tensor = nullptr;                    // of a LayerMemory
+    bool is_written_by_peers = false;
     enum { device, group, borrowed } owner = device; // group: from epx_mem_alloc
+
+    std::byte* data() const { return *tensor; }
   };
   void lay_out();
   void allocate_on_device(); // what has no memory yet
-  std::vector<std::byte> read(size_t memory) const;
+  std::vector<std::byte> read(const std::byte* tensor) const;
+  const Memory& memory_of(const std::byte* tensor) const;
   bool sums_rank_major() const { return group_.shape().precision == EPX_COMBINE_WIRE; }
-
-  enum : size_t {
-    kTopkIdx,
-    kTokens,
-    kTopkWeights,
-    kExpertOut,
-    kCombineWeights,
-    kGradOut,
-    kBwdExpertOut,
-    kBwdWeights,
-    kGradRecv,
-    kGradRecvWeightsIn,
-    kRowTokens,
-    kRowTopkWeights,
-    kRowGradOut,
-    kRowExpertOut,
-    kGradRowsIn,
-    kGradRowWeightsIn,
-    kHandle,
-    kCounts,
-    kOffsets,
-    kRecvTokens,
-    kRecvWeights,
-    kOut,
-    kGradExpertOut,
-    kGradRecvWeights,
-    kGradTokens,
-    kGradTopkWeights,
-    kRowHandle,
-    kRecvRows,
-    kRecvRowIdx,
-    kRecvRowWeights,
-    kSourceCounts,
-    kRowOut,
-    kGradRows,
-    kRowGradTokens,
-    kRowGradTopkWeights,
-    kNumMemories
-  };
 
   GroupRun& group_;
   Device& device_; // outlives the group
   int rank_;
   LayerCase layer_;
   LayerMemory layer_memory_, rank_major_memory_;
+  std::byte *handle_ = nullptr, *rank_major_handle_ = nullptr;
   std::vector<Memory> memories_;
 };
 

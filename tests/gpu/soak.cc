@@ -68,8 +68,7 @@ Subject make_subject(const RankContext& context, GroupRun& group, const LayerCas
     subject.layer->write(work);
     subject.call(i % 2 == 0);
     context.device->finish();
-    subject.layer->check_forward(work);
-    subject.layer->check_backward(work);
+    subject.layer->check_results(work);
     subject.layer->check_rank_major(work);
     subject.inputs.push_back(subject.layer->snapshot());
   }
