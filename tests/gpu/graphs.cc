@@ -148,7 +148,7 @@ void test_event_counts(const RankContext& context, uint64_t replays) {
     check_equal(static_cast<int>(report.first_event_operation), static_cast<int>(operation),
                 "report.first_event_operation");
     check_equal(report.first_event_sequence, calls + 1, "report.first_event_sequence");
-    check(contains(report.message, sentence), "\"{}\" does not say \"{}\"", report.message, sentence);
+    check_says(report.message, sentence);
     calls += times;
   };
   const uint64_t some = std::min<uint64_t>(replays, 300); // more than the status record has entries for events
@@ -252,7 +252,7 @@ void test_refused_beside_capture(const RankContext& context) {
     try {
       call_on(stream, call);
     } catch (const Error& refusal) {
-      check(contains(refusal.what(), "captured"), "\"{}\" does not name the capture", refusal.what());
+      check_says(refusal.what(), "captured");
       return;
     }
     fail_check("a call beside a capture was not refused");
@@ -316,7 +316,7 @@ void test_unordered_graphs(const RankContext& context, LayerCall first_call, Lay
     if (report.status != EPX_SUCCESS) {
       check_equal(static_cast<int>(report.status), static_cast<int>(EPX_ERROR_OUT_OF_SEQUENCE), "report.status");
       check_equal(report.culprit, kCulprit, "report.culprit");
-      check(contains(report.message, "overlapped"), "\"{}\" does not say that calls overlapped", report.message);
+      check_says(report.message, "overlapped");
       context.gather(0);
       return;
     }

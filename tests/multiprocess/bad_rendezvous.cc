@@ -183,7 +183,7 @@ TEST_CASE("a rank that does not come to a later all-gather is listed") {
       const epx_status status = bootstrap.all_gather(bootstrap.context, &rank, all.data(), sizeof(rank), kShortMs,
                                                      message.data(), message.size());
       check(status == EPX_ERROR_TIMEOUT, "all_gather returned {}", epx_status_string(status));
-      check(contains(message.data(), "1"), "\"{}\" does not name rank 1", message.data());
+      check_says(message.data(), "1");
     }
     epx_bootstrap_free(&bootstrap);
   });

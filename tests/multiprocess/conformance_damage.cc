@@ -48,9 +48,7 @@ std::vector<std::byte*> find_windows(int64_t bytes) {
 
 // Rank 0 stores the word in the windows of all ranks, between two calls. Returns false when there are none to find.
 bool overwrite(const RankContext& context, const FaultRank& rank, int64_t offset, uint64_t word) {
-  epx_group_info info = {};
-  info.struct_size = sizeof(info);
-  check_ok(epx_group_query(rank.group(), &info), "epx_group_query");
+  const epx_group_info info = GroupView(rank.group()).query();
   context.gather(0); // the call before has ended everywhere
   uint64_t found = 0;
   if (context.rank == 0) {

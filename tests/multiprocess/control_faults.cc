@@ -86,7 +86,7 @@ public:
     check(report.sequence == 2 || report.sequence == 3, "the failed call is {}", report.sequence);
     if (culprit == context_.rank || report.culprit < 0) return report;
     const std::string name = "rank " + std::to_string(report.culprit);
-    check(contains(report.message, name), "\"{}\" does not name {}", report.message, name);
+    check_says(report.message, name);
     rank_.destroy();
     return report;
   }
@@ -106,7 +106,7 @@ public:
     ExpectedFailure expected{EPX_ERROR_TIMEOUT, operation, late, number};
     const epx_group_report report = check_failed(rank_, status, expected);
     const std::string name = "rank " + std::to_string(late);
-    if (late != context_.rank) check(contains(report.message, name), "\"{}\" does not name {}", report.message, name);
+    if (late != context_.rank) check_says(report.message, name);
     rank_.destroy();
   }
 
@@ -146,9 +146,7 @@ void as_rank(const TempDirectory& directory, int rank, const std::function<void(
 }
 
 epx_status status_of(FaultRank& rank) {
-  epx_group_report report = {};
-  report.struct_size = sizeof(report);
-  check_ok(epx_group_status(rank.group(), &report), "epx_group_status");
+  const epx_group_report report = GroupView(rank.group()).status();
   return report.status;
 }
 
@@ -345,7 +343,7 @@ TEST_CASE("a rank that cannot launch its kernel is named by every rank of every 
           if (has_late_peer && rank.number() == 3) std::this_thread::sleep_for(kGrace);
           const epx_group_report report = rank.lose(2, kSoon, EPX_ERROR_SYSTEM);
           const std::string call = "dispatch (call " + std::to_string(report.sequence) + ")";
-          check(contains(report.message, call), "\"{}\" does not tell the call", report.message);
+          check_says(report.message, call);
         },
         Hook{2, "EPX_TEST_FAILS_TO_LAUNCH"});
   }
@@ -380,7 +378,7 @@ TEST_CASE("a network that fails while all ranks live is nobody's fault, and the 
       if (rank.number() == 1) ::setenv("EPX_TEST_BREAKS_RAILS", fault.way, 1);
       const epx_group_report report = rank.lose(-1, fault.limit, fault.status);
       for (const std::string& word : fault.words)
-        check(contains(report.message, word), "\"{}\" does not say \"{}\"", report.message, word);
+        check_says(report.message, word);
       const bool has_reason = contains(report.message, "ncclGroupEnd");
       check(has_reason == (rank.number() == 1 && std::string(fault.way) == "at_once"), "\"{}\": the rails' own words",
             report.message);

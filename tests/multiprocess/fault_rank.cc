@@ -150,8 +150,7 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   check(report.status == expected.status, "the report says {}, expected {}: \"{}\"", epx_status_string(report.status),
         epx_status_string(expected.status), message);
   check(!message.empty() && sentence == message, "the call says \"{}\", the report \"{}\"", sentence, message);
-  check(contains(message, operation_name(expected.operation)), "\"{}\" does not name {}", message,
-        operation_name(expected.operation));
+  check_says(message, operation_name(expected.operation));
   check(report.operation == expected.operation, "the report names operation {}, expected {}",
         operation_name(report.operation), operation_name(expected.operation));
   if (expected.culprit) {

@@ -93,7 +93,7 @@ void stay_away_from(epx_operation operation) {
     if (context.rank == kAbsent) {
       check(waited < kSoon, "a late rank waited {} ms", waited / 1ms);
     } else {
-      check(contains(report.message, "rank 1"), "\"{}\" does not name rank 1", report.message);
+      check_says(report.message, "rank 1");
       reports.add(report);
       gave_up.add();
     }
@@ -115,7 +115,7 @@ void disagree(epx_operation operation, epx_operation others_operation, const Cal
     check(Clock::now() - begin < kSoon, "ranks that disagree waited");
     const epx_group_report report = check_failed(rank, returned, {status, mine, {}, 2});
     for (const std::string& word : words) {
-      check(contains(report.message, word), "\"{}\" does not say \"{}\"", report.message, word);
+      check_says(report.message, word);
     }
     rank.destroy();
   });

@@ -38,4 +38,8 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
+void check_says(const std::string& text, const std::string& part) {
+  check(contains(text, part), "\"{}\" does not say \"{}\"", text, part);
+}
+
 } // namespace epx::test

@@ -56,5 +56,6 @@ std::string describe(const std::exception& failure);
 
 // True when `text` contains `part`.
 bool contains(const std::string& text, const std::string& part);
+void check_says(const std::string& text, const std::string& part); // that it does
 
 } // namespace epx::test
