@@ -196,7 +196,7 @@ TEST_CASE("handle memory with a damaged header") {
     LayerRun layer(group, c.layer, Placement::plain, 5);
     layer.prepare(spoiled);
     const Bytes own = layer.handle();
-    for (size_t byte = 0; byte < 48; ++byte) { // these bytes at least identify the handle's owner
+    for (size_t byte = 0; byte < 64; ++byte) { // each of these bytes matters
       if (group.rank() == lost_rank) {
         Bytes damaged = own;
         damaged[byte] ^= std::byte{0x10};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/multiprocess/fault_rank.h"
 
+#include <algorithm>
 #include <chrono>
 
 #include "tests/support/check.h"
@@ -16,6 +17,9 @@ constexpr int64_t kRecvRows = 256; // N; more than the group can need
 constexpr size_t kTensorBytes = 1 << 15;
 constexpr int kNumTensors = 8;
 constexpr std::chrono::seconds kAtOnce{5}; // a call that must not wait at all may take this long on a busy machine
+
+constexpr epx_operation kRankMajorOperations[] = {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR,
+                                                  EPX_OP_COMBINE_RANK_MAJOR_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD};
 
 // A tensor lies in one of these allocations.
 enum : int { kHandle, kTokenRows, kTokenFloats, kSlotRows, kSlotFloats, kOtherRows, kOtherFloats, kIntegers };
@@ -92,7 +96,7 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
 }
 
 LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) const {
-  const bool is_rank_major = operation == EPX_OP_DISPATCH_RANK_MAJOR;
+  const bool is_rank_major = std::ranges::count(kRankMajorOperations, operation) > 0;
   LayerMemory layer{.layer = {terms.top_k, is_rank_major ? 1 : terms.alignment},
                     .handle_mem = {memory_[kHandle], handle_bytes_},
                     .stream = device_.stream(),

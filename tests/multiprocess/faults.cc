@@ -66,6 +66,9 @@ public:
             report.message);
       check_equal(report.expected, expected, "the call that was waited for");
       check_equal(report.seen, seen, "the last call that the culprit reached");
+      check(report.phase == EPX_PHASE_ARRIVE, "another phase than that in which ranks arrive: \"{}\"", report.message);
+      for (const uint64_t number : {static_cast<uint64_t>(kShortMs), expected, seen})
+        check_says(report.message, std::to_string(number));
     }
     check(waited > 0, "no rank reports that it waited");
   }
@@ -208,17 +211,20 @@ TEST_CASE("abort before a call ends the group, also one of a single rank, and ma
         check_ok(epx_group_abort(rank.group()), "the second epx_group_abort");
       }
       const epx_status status = rank.call(EPX_OP_COMBINE);
-      check_failed(rank, status, {EPX_ERROR_ABORTED, EPX_OP_COMBINE, 0, 2});
+      const epx_group_report report = check_failed(rank, status, {EPX_ERROR_ABORTED, EPX_OP_COMBINE, 0, 2});
+      const char* const word = context.rank == 0 ? "abort" : "rank 0";
+      check_says(report.message, word);
     });
   }
 }
 
 TEST_CASE("ranks that make different calls are out of sequence") {
   const std::pair<epx_operation, epx_operation> pairs[] = {
-      {EPX_OP_DISPATCH, EPX_OP_COMBINE},         {EPX_OP_PREPARE, EPX_OP_DISPATCH},
-      {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}, {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
-      {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE}, {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH},
-      {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH},       {EPX_OP_ALL_GATHER, EPX_OP_MEM_ALLOC}};
+      {EPX_OP_DISPATCH, EPX_OP_COMBINE},          {EPX_OP_PREPARE, EPX_OP_DISPATCH},
+      {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD},  {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
+      {EPX_OP_COMBINE_BWD, EPX_OP_PREPARE},       {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE},
+      {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH}, {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH},
+      {EPX_OP_ALL_GATHER, EPX_OP_MEM_ALLOC}};
   for (const auto& pair : pairs) {
     const std::string first = operation_name(pair.first), second = operation_name(pair.second);
     CAPTURE(first);
@@ -249,12 +255,14 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
     disagree_on(operation, [](CallFields& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
   }
   disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
+  disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
   disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
-  disagree_on(EPX_OP_DISPATCH_RANK_MAJOR, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});
+  for (const epx_operation operation : {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR})
+    disagree_on(operation, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_PREPARE_DISPATCH}) {
     disagree_on(operation, [](CallFields& terms) { terms.weights = false; }, {"weights"});
   }
-  for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD}) {
+  for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD}) {
     disagree_on(operation, [](CallFields& terms) { terms.grads = false; }, {"weights"});
   }
 }

@@ -97,9 +97,6 @@ public:
   std::byte* handle() { return at(kHandle); }
   int32_t slot(int t, int k) const;
 
-  // Checks what dispatch delivered; the rows from rank `without` (-1: none) must be zero.
-  void check_received(int without = -1) const;
-
 private:
   enum Buffer {
     // Inputs.
@@ -153,6 +150,7 @@ private:
   void check_row(Buffer buffer, int64_t row, const char* what, const Expected& expected_at) const;
   template <typename Expected>
   void check_sidecar(Buffer buffer, int64_t row, const Expected& expected_at) const;
+  void check_received() const; // what dispatch has delivered
   void run_and_check(std::initializer_list<Op> operations);
   void lay_out();
   void fill_inputs();
