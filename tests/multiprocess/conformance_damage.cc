@@ -71,7 +71,6 @@ TEST_CASE("an abort record that no rank stored ends the group with a sentence ab
                               pack(AbortRecord{static_cast<epx_status>(12), EPX_OP_COMBINE, 0, 3})}) {
     on_every_rank([&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
-      rank.prepare();
       if (!overwrite(context, rank, kAbortRecord, word)) return;
       rank.call(EPX_OP_DISPATCH); // on the host transport this call finds the damage itself
       const epx_group_report report = GroupView(rank.group()).status();
@@ -92,7 +91,6 @@ TEST_CASE("a missing rank is named, whatever its window says that it has waited 
     on_every_rank([&](const RankContext& context) {
       const int missing = context.num_ranks - 1;
       FaultRank rank(context, context.rank == missing ? kLongMs : kShortMs);
-      rank.prepare();
       const bool overwritten = overwrite(context, rank, kWaiting, word);
       if (overwritten && context.rank != missing) {
         rank.call(EPX_OP_DISPATCH);

@@ -173,7 +173,6 @@ void disagree(epx_operation operation, epx_operation its_operation, void (*chang
               const std::vector<std::string>& words, bool has_fixed_rail_tokens = false) {
   on_every_rank([&](const RankContext& context) {
     FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
-    rank.prepare();
     const int last = context.num_ranks - 1;
     const epx_operation mine = context.rank == last ? its_operation : operation;
     CallFields fields;

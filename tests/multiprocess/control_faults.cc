@@ -59,7 +59,6 @@ class NodeRank {
 public:
   NodeRank(const RankContext& context, int64_t timeout_ms, bool has_fixed_rail_tokens)
       : context_(context), rank_(context, timeout_ms, ranks_per_node(), has_fixed_rail_tokens), timeout_(timeout_ms) {
-    rank_.prepare();
     for (const uint64_t pid : context.gather(static_cast<uint64_t>(::getpid())))
       pids_.push_back(static_cast<pid_t>(pid));
   }

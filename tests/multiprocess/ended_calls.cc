@@ -93,7 +93,6 @@ TEST_CASE("epx_group_destroy ends the call that another thread is in, and peers 
       std::atomic<bool> is_destroyed{false};
       with_ranks(2, [&](const RankContext& context) {
         FaultRank rank(context, kLongMs);
-        rank.prepare();
         if (context.rank == 1) {
           wait_until([&] { return is_destroyed.load(); });
           check_failed(rank, rank.call(operation), {EPX_ERROR_ABORTED, operation, 0, 2});
@@ -118,7 +117,6 @@ TEST_CASE("threads that read the status, abort and destroy a group at the same t
   for (int round = 0; round < 20; ++round) {
     with_ranks(2, [&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
-      rank.prepare();
       const epx_group group = rank.group();
       std::vector<std::thread> threads;
       for (int i = 0; i < 2; ++i)
@@ -148,7 +146,6 @@ TEST_CASE("a thread's check function ends its call, and peers are told which ran
     std::atomic<int> num_prepared{0};
     with_ranks(3, [&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
-      rank.prepare();
       ++num_prepared;
       wait_until([&] { return num_prepared == 3; }); // who is still in prepare would hear of the interrupt there
       if (context.rank == 2) wait_until([&] { return has_ended.load(); });
@@ -178,7 +175,6 @@ TEST_CASE("a check function may destroy the group in whose call its thread is") 
   std::atomic<bool> has_ended{false};
   with_ranks(2, [&](const RankContext& context) {
     FaultRank rank(context, kLongMs);
-    rank.prepare();
     if (context.rank == 1) {
       wait_until([&] { return has_ended.load(); });
       check_failed(rank, rank.call(EPX_OP_DISPATCH), {EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 0, 2});
@@ -202,7 +198,6 @@ TEST_CASE("epx_interrupt ends one call of each thread, the one in progress or th
     epx_interrupted();
     {
       FaultRank rank(context, kLongMs);
-      rank.prepare();
       if (context.rank == 2) {
         std::this_thread::sleep_for(50ms);
         epx_interrupt();
@@ -215,7 +210,6 @@ TEST_CASE("epx_interrupt ends one call of each thread, the one in progress or th
     epx_interrupted(); // that of rank 2, whose call found the group ended, and did not wait
     check_equal(epx_interrupted(), int32_t{0}, "what is left of the interrupt");
     FaultRank rank(context, kLongMs);
-    rank.prepare();
     context.gather(0);
     if (context.rank == 0) epx_interrupt();
     context.gather(0);

@@ -42,6 +42,7 @@ GroupCase fault_group(int num_ranks, int64_t timeout_ms) {
 FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node, bool has_fixed_rail_tokens)
     : FaultRank(context, timeout_ms, MayFail{}, ranks_per_node, has_fixed_rail_tokens) {
   check_ok(created_, "epx_group_create");
+  check_ok(call(EPX_OP_PREPARE), "epx_prepare");
 }
 
 FaultRank::FaultRank(const RankContext& context, int64_t timeout_ms, MayFail /*unused*/, int ranks_per_node,
@@ -75,10 +76,6 @@ void FaultRank::destroy() {
   epx_group_destroy(group_);
   group_ = nullptr;
   check(Clock::now() - begin < kAtOnce, "epx_group_destroy waited for something");
-}
-
-void FaultRank::prepare() {
-  check_ok(call(EPX_OP_PREPARE), "epx_prepare");
 }
 
 epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {

@@ -28,8 +28,9 @@ struct CallFields {
 
 class FaultRank {
 public:
+  // Creates the group and makes its first call, prepare; both must succeed.
   FaultRank(const RankContext& context, int64_t timeout_ms, int ranks_per_node = 0, bool has_fixed_rail_tokens = false);
-  // Does the same where a peer may not come: then group() is NULL, and created() and epx_last_error() have the reason.
+  // Makes no call, and a peer may not come: then group() is NULL, and created() and epx_last_error() have the reason.
   struct MayFail {};
   FaultRank(const RankContext& context, int64_t timeout_ms, MayFail, int ranks_per_node = 0,
             bool has_fixed_rail_tokens = false);
@@ -42,7 +43,6 @@ public:
   void destroy(); // calls epx_group_destroy, which must return soon
 
   epx_status call(epx_operation operation, const CallFields& terms = {});
-  void prepare(); // the group's first call, which must succeed
 
 private:
   LayerMemory layer(epx_operation operation, const CallFields& terms) const;

@@ -85,8 +85,8 @@ void stay_away_from(epx_operation operation) {
   Reports reports;
   const uint64_t sequence = operation == EPX_OP_PREPARE ? 1 : 2;
   with_ranks(3, [&](const RankContext& context) {
-    FaultRank rank(context, context.rank == kAbsent ? kLongMs : kShortMs);
-    if (operation != EPX_OP_PREPARE) rank.prepare();
+    FaultRank rank(context, context.rank == kAbsent ? kLongMs : kShortMs, FaultRank::MayFail{});
+    if (sequence == 2) check_ok(rank.call(EPX_OP_PREPARE), "epx_prepare");
     if (context.rank == kAbsent) gave_up.wait_for(2);
     const auto begin = Clock::now();
     const epx_status status = rank.call(operation);
@@ -110,7 +110,6 @@ void disagree(epx_operation operation, epx_operation others_operation, const Cal
               const CallFields& others_fields, epx_status status, const std::vector<std::string>& words) {
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kLongMs);
-    rank.prepare();
     const bool first = context.rank == 0;
     const epx_operation mine = first ? operation : others_operation;
     const auto begin = Clock::now();
@@ -148,7 +147,6 @@ TEST_CASE("two ranks that do not come are both listed") {
   Counter gave_up;
   with_ranks(4, [&](const RankContext& context) {
     FaultRank rank(context, kShortMs);
-    rank.prepare();
     if (context.rank == 1 || context.rank == 2) {
       gave_up.wait_for(2);
       return;
@@ -165,7 +163,6 @@ TEST_CASE("two ranks that do not come are both listed") {
 TEST_CASE("a rank that has destroyed its group is named") {
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kShortMs);
-    rank.prepare();
     if (context.rank == 2) {
       rank.destroy();
       return;
@@ -179,7 +176,6 @@ TEST_CASE("abort from another thread unblocks this rank, and the peers learn of 
   Counter returned;
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kLongMs);
-    rank.prepare();
     if (context.rank == 1) returned.wait_for(2);
     std::thread aborter;
     if (context.rank == 0) {
@@ -204,7 +200,6 @@ TEST_CASE("abort before a call ends the group, also one of a single rank, and ma
   for (const int num_ranks : {1, 2}) {
     with_ranks(num_ranks, [&](const RankContext& context) {
       FaultRank rank(context, kLongMs);
-      rank.prepare();
       context.gather(0);
       if (context.rank == 0) {
         check_ok(epx_group_abort(rank.group()), "epx_group_abort");
@@ -240,8 +235,9 @@ TEST_CASE("ranks that free different memory are out of sequence") {
       check_ok(epx_mem_alloc(rank.group(), 512, &piece), "epx_mem_alloc");
     check_ok(rank.call(EPX_OP_ALL_GATHER), "epx_group_all_gather");
     const epx_status status = epx_mem_free(rank.group(), memory[context.rank]);
-    check_failed(rank, status,
-                 {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 7}); // each of the calls before counts as two
+    // prepare was call 1, and each of the calls since then counts as two
+    check_failed(rank, status, {EPX_ERROR_OUT_OF_SEQUENCE, EPX_OP_MEM_FREE, {}, 8});
+    check(epx_mem_free(rank.group(), memory[1 - context.rank]) != EPX_ERROR_TIMEOUT, "epx_mem_free waited");
   });
 }
 
@@ -271,12 +267,10 @@ TEST_CASE("the same ranks form a new group after a failure") {
   with_ranks(3, [&](const RankContext& context) {
     {
       FaultRank rank(context, kShortMs);
-      rank.prepare();
       if (context.rank != 0) check_status(rank.call(EPX_OP_DISPATCH), EPX_ERROR_TIMEOUT, "epx_dispatch");
       context.gather(0);
     }
     FaultRank rank(context, kLongMs);
-    rank.prepare();
     check_ok(rank.call(EPX_OP_DISPATCH), "epx_dispatch in the new group");
     check_ok(rank.call(EPX_OP_COMBINE), "epx_combine in the new group");
   });

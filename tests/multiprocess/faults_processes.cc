@@ -73,7 +73,6 @@ pid_t pid_of(const std::vector<uint64_t>& pids, int rank) {
 TEST_CASE("a rank that is killed before a call is named, and the survivors join again") {
   lose_the_victim([](const TempDirectory& directory, const RankContext& context) {
     FaultRank rank(context, kTimeoutMs);
-    rank.prepare();
     if (context.rank == kVictim) std::raise(SIGKILL);
     const epx_status status = rank.call(EPX_OP_DISPATCH);
     check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, kVictim, 2});
@@ -81,7 +80,6 @@ TEST_CASE("a rank that is killed before a call is named, and the survivors join 
 
     as_rank(directory, "survivors", context.rank / 2, 2, [](const RankContext& survivor) {
       FaultRank again(survivor, kRendezvousMs);
-      again.prepare();
       check_ok(again.call(EPX_OP_DISPATCH), "epx_dispatch among the survivors");
       check_ok(again.call(EPX_OP_COMBINE), "epx_combine among the survivors");
     });
@@ -91,7 +89,6 @@ TEST_CASE("a rank that is killed before a call is named, and the survivors join 
 TEST_CASE("a rank that is killed while it waits in a call is named") {
   lose_the_victim([](const TempDirectory& /*directory*/, const RankContext& context) {
     FaultRank rank(context, kTimeoutMs);
-    rank.prepare();
     const std::vector<uint64_t> pids = context.gather(static_cast<uint64_t>(::getpid()));
     std::thread killer;
     if (context.rank == 0) {
@@ -127,7 +124,6 @@ TEST_CASE("a rank that is stopped is named, and its call fails when it continues
   const std::vector<ProcessResult> results = run_processes(3, kTimeLimit, [&](int number) {
     as_rank(directory, "stopped", number, 3, [&](const RankContext& context) {
       FaultRank rank(context, kTimeoutMs);
-      rank.prepare();
       const std::vector<uint64_t> pids = context.gather(static_cast<uint64_t>(::getpid()));
       if (context.rank == kVictim) std::raise(SIGSTOP);
       const epx_status status = rank.call(EPX_OP_DISPATCH);

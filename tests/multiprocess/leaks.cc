@@ -118,7 +118,6 @@ void check_no_growth(const RankContext& context, const char* what, int count, co
 void test_groups_that_are_destroyed(const RankContext& context, const Options& options) {
   check_no_growth(context, "groups that are destroyed", options.groups, [&](int) {
     FaultRank rank(context, kTimeoutMs);
-    rank.prepare();
     check_ok(rank.call(EPX_OP_DISPATCH), "epx_dispatch");
     check_ok(rank.call(EPX_OP_COMBINE), "epx_combine");
     context.gather(0); // all ranks have what they wait for
@@ -128,7 +127,6 @@ void test_groups_that_are_destroyed(const RankContext& context, const Options& o
 void test_groups_that_are_aborted(const RankContext& context, const Options& options) {
   check_no_growth(context, "groups that are aborted", options.groups, [&](int round) {
     FaultRank rank(context, kTimeoutMs);
-    rank.prepare();
     context.gather(0);
     if (round % context.num_ranks == context.rank) check_ok(epx_group_abort(rank.group()), "epx_group_abort");
     context.gather(0);
@@ -209,7 +207,6 @@ void with_peer(const std::string& job, int rank, Device& device, const std::func
   const Bootstrap bootstrap = bootstrap_file(std::getenv("EPX_TEST_DIR"), job.c_str(), rank, 2, kMeetTimeout);
   const RankContext context{rank, 2, bootstrap.get(), &device};
   FaultRank fault_rank(context, kDeathTimeoutMs);
-  fault_rank.prepare();
   context.gather(0);
   body(fault_rank);
 }

@@ -219,7 +219,6 @@ TEST_CASE("a rank that alone is stopped while it waits is named") {
     const RankContext context{number, kRanks, &bootstrap, device.get()};
     {
       FaultRank rank(context, kTimeoutMs);
-      rank.prepare();
       const auto victim = static_cast<pid_t>(context.gather(static_cast<uint64_t>(::getpid()))[kVictim]);
       if (number == 2) { // the others wait for this one
         std::this_thread::sleep_for(300ms);
