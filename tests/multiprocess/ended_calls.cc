@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
-#include <functional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,7 +15,6 @@
 #include "tests/multiprocess/sentences.h"
 #include "tests/support/case.h"
 #include "tests/support/check.h"
-#include "tests/support/launcher.h"
 #include "tests/support/run_ranks.h"
 #include "tests/support/system_state.h"
 
@@ -33,26 +31,11 @@ constexpr epx_operation kOperations[] = {EPX_OP_PREPARE,          EPX_OP_DISPATC
                                          EPX_OP_COMBINE_BWD,      EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR,
                                          EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC,    EPX_OP_ALL_GATHER};
 
-void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
-  const int64_t before = num_checks();
-  make_thread_launcher("host", num_ranks)->each_rank(fn);
-  CHECK(num_checks() > before);
-}
-
 template <typename Body>
 void check_soon(const char* what, Body&& body) {
   const auto begin = Clock::now();
   body();
   check(Clock::now() - begin < kSoon, "{} took {} ms", what, (Clock::now() - begin) / 1ms);
-}
-
-// A process waits for it, and not for a time, before it ends a call that another thread is to be in.
-void wait_until(const std::function<bool()>& holds) {
-  const auto deadline = Clock::now() + 30s;
-  while (!holds()) {
-    check(Clock::now() < deadline, "the test waits for something that does not come");
-    std::this_thread::sleep_for(1ms);
-  }
 }
 
 // Each function that takes a group refuses one that has been destroyed.
@@ -150,19 +133,16 @@ TEST_CASE("a thread's check function ends its call, and peers are told which ran
       wait_until([&] { return num_prepared == 3; }); // who is still in prepare would hear of the interrupt there
       if (context.rank == 2) wait_until([&] { return has_ended.load(); });
       epx_group_report report{};
+      if (context.rank == 0) epx_set_interrupt_check([] { return int32_t{1}; });
+      check_soon("the call", [&] {
+        report = check_failed(rank, rank.call(operation), {EPX_ERROR_ABORTED, operation, 0, 2});
+      });
+      epx_set_interrupt_check(nullptr);
+      check_equal(epx_interrupted(), int32_t{0}, "what is left of the interrupt");
       if (context.rank == 0) {
-        epx_set_interrupt_check([] { return int32_t{1}; });
-        check_soon("the call", [&] {
-          report = check_failed(rank, rank.call(operation), {EPX_ERROR_ABORTED, operation, 0, 2});
-        });
-        epx_set_interrupt_check(nullptr);
-        check_equal(epx_interrupted(), int32_t{0}, "what is left of the interrupt");
         check_tells(report.message, {"this rank was interrupted"}, "rank 0");
         has_ended = true;
       } else {
-        check_soon("the call", [&] {
-          report = check_failed(rank, rank.call(operation), {EPX_ERROR_ABORTED, operation, 0, 2});
-        });
         check_tells(report.message, {"rank 0 was interrupted in", operation_name(operation)}, "a peer");
       }
       rank.destroy();

@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "tests/support/check.h"
+#include "tests/support/launcher.h"
 
 namespace epx::test {
 
@@ -172,6 +174,20 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   check(Clock::now() - begin < kAtOnce, "calls after the failure wait for something");
   check(GroupView(rank.group()).status().status == expected.status, "reading the status cleared the failure");
   return report;
+}
+
+void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
+  const int64_t before = num_checks();
+  make_thread_launcher("host", num_ranks)->each_rank(fn);
+  check(num_checks() > before, "no rank has made a check");
+}
+
+void wait_until(const std::function<bool()>& holds) {
+  const auto deadline = Clock::now() + std::chrono::seconds(30);
+  while (!holds()) {
+    check(Clock::now() < deadline, "the test waits for something that does not come");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 } // namespace epx::test

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -69,5 +70,11 @@ struct ExpectedFailure {
 epx_group_report check_failed(FaultRank& rank, epx_status returned, const ExpectedFailure& expected);
 
 const char* operation_name(epx_operation operation); // "dispatch_bwd"
+
+// Runs fn, which makes checks, on ranks that are threads.
+void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn);
+
+// Waits, outside of epx, until other threads have reached a point. Fails after 30 s.
+void wait_until(const std::function<bool()>& holds);
 
 } // namespace epx::test

@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -12,7 +11,6 @@
 
 #include "tests/multiprocess/fault_rank.h"
 #include "tests/support/check.h"
-#include "tests/support/launcher.h"
 #include "tests/support/run_ranks.h"
 
 namespace epx::test {
@@ -25,28 +23,6 @@ using namespace std::chrono_literals;
 constexpr int64_t kShortMs = 1'000; // for ranks that are to time out; a busy machine can make a call in this time
 constexpr int64_t kLongMs = 60'000; // for ranks that must not time out
 constexpr auto kSoon = 10s;         // much less than kLongMs
-
-void with_ranks(int num_ranks, const std::function<void(const RankContext&)>& fn) {
-  const int64_t before = num_checks();
-  make_thread_launcher("host", num_ranks)->each_rank(fn);
-  CHECK(num_checks() > before);
-}
-
-// A Counter lets ranks wait, outside of epx, until others have reached a point.
-class Counter {
-public:
-  void add() { ++count_; }
-  void wait_for(int count) const {
-    const auto deadline = Clock::now() + 30s;
-    while (count_ < count) {
-      check(Clock::now() < deadline, "other ranks did not reach the next step of the test");
-      std::this_thread::sleep_for(1ms);
-    }
-  }
-
-private:
-  std::atomic<int> count_{0};
-};
 
 // Reports collects the reports of several ranks, for checks over all of them.
 class Reports {
@@ -81,13 +57,13 @@ private:
 // Rank 1 of 3 calls `operation` only after the others have timed out.
 void stay_away_from(epx_operation operation) {
   constexpr int kAbsent = 1;
-  Counter gave_up;
+  std::atomic<int> gave_up{0};
   Reports reports;
   const uint64_t sequence = operation == EPX_OP_PREPARE ? 1 : 2;
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, context.rank == kAbsent ? kLongMs : kShortMs, FaultRank::MayFail{});
     if (sequence == 2) check_ok(rank.call(EPX_OP_PREPARE), "epx_prepare");
-    if (context.rank == kAbsent) gave_up.wait_for(2);
+    if (context.rank == kAbsent) wait_until([&] { return gave_up == 2; });
     const auto begin = Clock::now();
     const epx_status status = rank.call(operation);
     const auto waited = Clock::now() - begin;
@@ -98,7 +74,7 @@ void stay_away_from(epx_operation operation) {
     } else {
       check_says(report.message, "rank 1");
       reports.add(report);
-      gave_up.add();
+      ++gave_up;
     }
     rank.destroy();
   });
@@ -144,18 +120,18 @@ TEST_CASE("a rank that does not come is named by all, and its own late call fail
 
 TEST_CASE("two ranks that do not come are both listed") {
   Reports reports;
-  Counter gave_up;
+  std::atomic<int> gave_up{0};
   with_ranks(4, [&](const RankContext& context) {
     FaultRank rank(context, kShortMs);
     if (context.rank == 1 || context.rank == 2) {
-      gave_up.wait_for(2);
+      wait_until([&] { return gave_up == 2; });
       return;
     }
     const epx_status status = rank.call(EPX_OP_DISPATCH);
     const epx_group_report report = check_failed(rank, status, {EPX_ERROR_TIMEOUT, EPX_OP_DISPATCH, {}, 2});
     check(report.culprit == 1 || report.culprit == 2, "culprit is {}", report.culprit);
     reports.add(report);
-    gave_up.add();
+    ++gave_up;
   });
   reports.check_missing({1, 2}, 2, 1);
 }
@@ -173,10 +149,10 @@ TEST_CASE("a rank that has destroyed its group is named") {
 }
 
 TEST_CASE("abort from another thread unblocks this rank, and the peers learn of it") {
-  Counter returned;
+  std::atomic<int> returned{0};
   with_ranks(3, [&](const RankContext& context) {
     FaultRank rank(context, kLongMs);
-    if (context.rank == 1) returned.wait_for(2);
+    if (context.rank == 1) wait_until([&] { return returned == 2; });
     std::thread aborter;
     if (context.rank == 0) {
       aborter = std::thread([group = rank.group()] {
@@ -188,7 +164,7 @@ TEST_CASE("abort from another thread unblocks this rank, and the peers learn of 
     const epx_status status = rank.call(EPX_OP_DISPATCH);
     const auto waited = Clock::now() - begin;
     if (aborter.joinable()) aborter.join();
-    returned.add();
+    ++returned;
     check(waited < kSoon, "rank {} waited {} ms", context.rank, waited / 1ms);
     const epx_group_report report = check_failed(rank, status, {EPX_ERROR_ABORTED, EPX_OP_DISPATCH, 0, 2});
     check(context.rank == 0 || contains(report.message, "rank 0"), "\"{}\" does not name rank 0", report.message);
