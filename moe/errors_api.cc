@@ -107,12 +107,10 @@ epx_status epx_moe_errors_create(epx_moe_errors* errors) {
   });
 }
 
-epx_status epx_moe_errors_destroy(epx_moe_errors errors) {
+void epx_moe_errors_destroy(epx_moe_errors errors) {
   const std::unique_ptr<epx_moe_errors_s> owner(errors);
-  return at_c_boundary(__func__, [&] {
-    if constexpr (kWithCuda)
-      if (owner != nullptr) free_error_record(owner->record);
-  });
+  if constexpr (kWithCuda)
+    if (owner != nullptr) free_error_record(owner->record);
 }
 
 epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_report* report) {

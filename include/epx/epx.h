@@ -2,112 +2,54 @@
 /** @file
  * epx: expert-parallel exchange. The public C API (C11).
  *
- * epx moves the tokens of a Mixture-of-Experts layer to the ranks that own their experts (dispatch) and brings the experts'
- * outputs back (combine), forward and backward. A set of ranks creates a *group*; every later call is made by all ranks of
- * the group in the same order.
+ * epx moves the tokens of a Mixture-of-Experts layer to the ranks that own their experts (dispatch), and brings the
+ * experts' outputs back (combine). It does both forward and backward. A set of ranks creates a *group*. All ranks of the
+ * group make every later call, in the same order.
  *
- * Symbols used in the shapes below:
+ * Symbols in the shapes below:
  *
- *      P    ranks in the group              E    experts, laid out over the ranks in contiguous blocks; when P does not
- *      T    tokens of this rank in a call,       divide E, the first E mod P ranks own one more
- *           0 <= T <= max_tokens_per_rank;  E_l  experts that this rank owns (epx_group_info.num_local_experts)
- *           may differ from rank to rank    K    top_k of the layer, 1..64
- *      H    hidden size of a call,          N    rows of the receive tensors of a call; any N, may differ from call to call
- *           1 <= H <= hidden_dim            R    receive capacity in rows (epx_group_info.max_recv_tokens_per_rank)
- *      a    alignment of the layer, in rows (0 means 1)
- *      M    rows of the receive tensors of a rank-major call for each source rank
+ *      P    Ranks in the group.
+ *      E    Experts, in contiguous blocks over the ranks. Where P does not divide E, the first E mod P ranks own one more.
+ *      E_l  Experts that this rank owns (epx_group_info.num_local_experts).
+ *      T    Tokens of this rank in a call, 0 <= T <= max_tokens_per_rank. Ranks may differ.
+ *      H    Hidden size of a call, 1 <= H <= hidden_dim.
+ *      K    Routes of a token: top_k of the layer, 1..64.
+ *      a    Alignment of the layer, in rows. 0 means 1.
+ *      R    Receive capacity in rows (epx_group_info.max_recv_tokens_per_rank).
+ *      N    Rows of the receive tensors of a call. N is any number, and may differ from call to call.
+ *      M    Rows of the receive tensors of a rank-major call for each source rank.
  *
  * A *route* is one (token, k) pair. A *slot* is a row of the receive tensors. The *zone* of a local expert is its run of
  * slots, padded to a multiple of a.
  *
- * ## Conventions
- * - Every function that can fail returns an epx_status. When it is not EPX_SUCCESS, epx_last_error() holds one sentence with
- *   the names and the values. A call that is refused (EPX_ERROR_INVALID_ARGUMENT, EPX_ERROR_UNSUPPORTED) has touched nothing,
- *   written nothing, and has not taken part in the group's sequence of calls: correct it and call again.
- * - Recoverable errors (a bad index, overflow, too few receive rows, the handle memory of another layer) do not fail the call.
- *   The call takes part in the exchange, so that no peer waits, and epx_group_status() reports them.
+ * ## Conventions, in short
+ * docs/api.md has the rest: "Streams and captures", "Threads, signals and processes", "Beside other kernels" (how many
+ * SMs to leave to NCCL) and "How this API grows". Groups of several nodes: docs/scaling.md, "What a caller sees".
+ * - Every function that can fail returns an epx_status. When it is not EPX_SUCCESS, epx_last_error() holds one sentence
+ *   with the names and the values. A call that is refused (EPX_ERROR_INVALID_ARGUMENT, EPX_ERROR_UNSUPPORTED) has touched
+ *   nothing and written nothing. It has not taken part in the group's sequence of calls: correct it and call again.
+ * - Recoverable errors (a bad index, overflow, too few receive rows, the handle memory of another layer) do not fail the
+ *   call. The call takes part in the exchange, so that no peer waits, and epx_group_status() reports them.
  * - Sticky errors (a timeout, an abort, ranks out of sequence) end the group: this call and each later one return them at
  *   once, and epx_group_status() names the culprit. Destroy the group and create another.
  * - Tensors are contiguous, row-major, aligned to their element size. Output tensors overlap no other tensor of the call.
- *   The library reads descriptors only during the call and owns none of the memory they name.
+ *   The library reads descriptors only during the call, and owns none of the memory they name.
  * - On the host transport tensors and handle memory are host memory, `stream` is NULL, and a call has finished when it
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the operations are
- *   asynchronous on it: a later call returns what goes wrong there, and epx_group_status reports it.
- *   Calls of a group on different streams run in the order in which they were made: the library makes the later stream wait,
- *   so a stream must live until the group's next call on another stream has returned. A call that cannot be made to wait,
- *   because the stream of the call before is being captured, or that comes on the legacy default stream while a capture
- *   forbids its use, is refused (INVALID_ARGUMENT). Calls that are captured in a CUDA graph
- *   are left out of that: the caller orders the replays among each other and beside eager calls, by stream or event, and no
- *   edge is drawn between a stream that is being captured and another one. Two calls of a group that overlap on the device all
- *   the same end the group (EPX_ERROR_OUT_OF_SEQUENCE; the culprit is the rank on whose device they did).
- * - One group is used by one thread at a time, except epx_group_abort, epx_group_status and epx_group_destroy, which any thread
- *   may call. Where one of the operations, epx_mem_* or epx_group_all_gather finds another thread in one, it is refused
- *   (INVALID_ARGUMENT).
- *   Groups are independent of each other.
- * - A signal handler may call epx_interrupt, and no other function of epx.
- * - One group is used by the process that created it. In a child of fork() every function that takes the group is refused
- *   (INVALID_ARGUMENT), and epx_group_destroy does nothing; the parent's group lives on. Memory from epx_mem_alloc is
- *   shared with the parent there.
+ *   asynchronous on it. A later call returns what goes wrong there, and epx_group_status() reports it.
+ * - One thread at a time uses a group. Any thread may call epx_group_abort, epx_group_status and epx_group_destroy.
+ * - Structs begin with struct_size. Zero the struct, set struct_size to its sizeof, then set the fields (or let the _init
+ *   function of a config do so). A program that was built against 0.1 runs with every later libepx.so.0.
+ * - A _destroy function accepts NULL, and frees also where it returns an error. One that returns nothing is local: it waits
+ *   for no peer, and a rank may call it alone. One that returns a status is collective, as epx_mem_free is.
  *
  * ## Numbers, the same on every transport
  * - Copies keep every bit, NaN payloads too: dispatch, combine_bwd without weights, and their rank-major forms.
- * - Sums are in float32. The accumulator starts at +0, and each step is acc = fma(w, x, acc), or acc = acc + x without weights.
- *   A route or a partial sum that is absent takes no step; a lone partial sum is still added to +0, with one rank too.
+ * - Sums are in float32. The accumulator starts at +0, and each step is acc = fma(w, x, acc), or acc = acc + x without
+ *   weights. A route or a partial sum that is absent takes no step; a lone partial sum is still added to +0, with one
+ *   rank too.
  * - Every rounding is to nearest even; overflow gives infinity, and subnormal numbers are kept. Nothing else is contracted.
  * - In computed outputs a NaN is a NaN of any sign and payload.
- *
- * ## How this API grows
- * - What epx.h and epx_mpi.h had in 0.1 is frozen: no field moves, no value is used again, no signature changes. A program that
- *   was built against 0.1 runs with every later libepx.so.0. What these headers have gained since, and all of epx_moe.h, may
- *   change until 1.0.
- * - epx_group_config, epx_bootstrap, epx_tensor and epx_layer never grow, since the functions that fill them in, and the
- *   structs that contain them, are not told their size. New fields come out of `reserved`, where 0 means what was before, and a
- *   library that does not know them refuses anything else. What a layer needs later becomes a field of the args structs.
- * - Args structs (epx_prepare_args and the like) and outputs (epx_group_info, epx_memory_plan, epx_group_report) grow at their
- *   end, by a multiple of 8 bytes without implicit padding. The caller sets struct_size to sizeof(the struct), which tells
- *   the library which fields he knows. It takes every multiple of 8 from the size in 0.1 to 4096; another struct_size is
- *   refused (INVALID_ARGUMENT). Since then epx_dispatch_args has grown from 72 bytes, and epx_group_info from 88. The others of
- *   0.1 have the size that they had. A newer struct names its smallest struct_size where it is declared.
- * - Args: a field that the caller's struct does not have is 0, which means what was before. Bytes that the library does not
- *   know, of a newer caller, must be 0; else the call is refused (INVALID_ARGUMENT), and the sentence names the struct, both
- *   sizes and the offset of the first byte that is not 0. So zero the whole struct before setting fields.
- * - Outputs: the library writes the fields that both have, sets what the caller's struct has beyond them to 0, and leaves
- *   struct_size as the caller set it. It writes nothing behind struct_size bytes.
- *
- * ## Beside other kernels
- * - On GPUs a call is one kernel, or in some cases a few in a row (epx_prepare_dispatch, several nodes, EPX_CHECK_HANDLE_MEM).
- *   Each begins once it has all its SMs, at most num_comm_sms of them, and holds them while it waits for its peers. Kernels of
- *   others that wait for peers do the same: NCCL's, and those of another group. GPUs of different ranks may begin them in
- *   different orders.
- * - Guarantee: calls and such kernels end, in whatever order each rank enqueues them, as long as on each GPU those that run
- *   at the same time fit onto its SMs together, and each of their streams has a hardware queue of its own. They take
- *   num_comm_sms SMs for each group and an SM for each CTA of an NCCL communicator (ncclConfig_t.maxCTAs or NCCL_MAX_CTAS
- *   limits these). By default a group leaves 48 SMs, to two communicators of 24 CTAs for instance. Kernels that wait for
- *   nobody, matrix products for instance, may run beside them in any number.
- * - Where they do not fit, every rank must enqueue them in the same order, and those that wait at the same time must still
- *   fit together. Else each may wait until timeout_ms for what the other holds; epx's calls then end with
- *   EPX_ERROR_TIMEOUT, whose message names a kernel that was launched and never began, where that is known.
- * - What else waits behind a kernel that waits, and so must come in the same order on all ranks, or earlier: every stream,
- *   when CUDA_DEVICE_MAX_CONNECTIONS is 1, and those that share a hardware queue, when there are more streams than it says;
- *   the first launch of a kernel under lazy module loading (epx loads its own at group creation; CUDA_MODULE_LOADING=EAGER
- *   loads all others); the first call of a library; cudaMalloc, cudaFree, and all else that synchronises the device.
- *
- * ## Several nodes
- *
- * - A node is a set of ranks whose GPUs reach each other over NVLink. Its ranks follow each other in rank order, and all nodes
- *   have the same number of ranks. Between nodes rows travel through NCCL: docs/scaling.md tells how, what that takes, and what
- *   becomes of a group when a rank or a connection fails.
- * - The calls, the slots and the bits are those of one node; EPX_COMBINE_NODE has its own. Rank-major calls need a group of one
- *   node.
- * - dispatch, combine and their backward first learn on the host how many rows there are. So the calling thread waits until the
- *   stream has come to the call, and the ranks of the other nodes have made it. In a graph that captures the call, and with
- *   fixed_rail_tokens, nobody waits: as many rows travel as there can be. All ranks must capture a call, or none.
- * - Arguments that differ between ranks end the group in the call that has them, prepare included: MISMATCH or OUT_OF_SEQUENCE
- *   on every rank. Let max_top_k be the largest K in use.
- * - SYSTEM: a connection between nodes has broken. TIMEOUT, though all ranks have come: transfers did not end. Where no rank is
- *   known to have failed, the culprit is -1, and the message says between which ranks it was.
- * - num_comm_sms is 0 or at least 2 (else INVALID_ARGUMENT), since transfers take some of the SMs.
- * - Calls that overlap on the device are not found out: their transfers may mix.
  */
 #ifndef EPX_EPX_H_
 #define EPX_EPX_H_
@@ -116,8 +58,8 @@
 #include <stdint.h>
 
 #define EPX_VERSION_MAJOR 0 /**< of this header; epx_version() has the library's */
-#define EPX_VERSION_MINOR 2 /**< likewise */
-#define EPX_VERSION_PATCH 0 /**< likewise */
+#define EPX_VERSION_MINOR 2 /**< of this header */
+#define EPX_VERSION_PATCH 0 /**< of this header */
 
 #if defined(__GNUC__)
 #define EPX_API __attribute__((visibility("default")))
@@ -147,8 +89,9 @@ typedef enum epx_status EPX_ENUM_INT32 {
   EPX_ERROR_TIMEOUT = 6,          /**< a rank did not come within timeout_ms; in a call: sticky */
   EPX_ERROR_ABORTED = 7,          /**< epx_group_abort was called, here or on a peer; sticky */
   EPX_ERROR_OUT_OF_SEQUENCE = 8,  /**< ranks made different calls, or one rank's overlapped; sticky */
-  EPX_ERROR_INTERNAL = 9          /**< a defect of epx; in a call also: something else has written to memory that the ranks
-                                     share (its control words cannot be right); sticky */
+  /** A defect of epx. In a call also: something else has written to memory that the ranks share (its control words cannot
+   * be right). Sticky. */
+  EPX_ERROR_INTERNAL = 9
 } epx_status;
 
 /** Major * 10000 + minor * 100 + patch of the library that is loaded (compare with the EPX_VERSION_* of the header). */
@@ -157,32 +100,33 @@ EPX_API int32_t epx_version(void);
 /** The name of a status, "EPX_SUCCESS" for instance; never NULL. The string is static. */
 EPX_API const char* epx_status_string(epx_status status);
 
-/** The sentence that explains the last failure of a call on this thread; "" before the first. Valid until this thread's next
- * failing call. Never NULL. */
+/** The sentence that explains the last failure of a call on this thread; "" before the first. Valid until this thread's
+ * next failing call. Never NULL. */
 EPX_API const char* epx_last_error(void);
 
 /** Sets this thread's sentence. For libraries and language bindings that stand on epx and share its error reporting, as
  * libepx_mpi does. The string is copied; NULL means "". */
 EPX_API void epx_set_last_error(const char* message);
 
-/** Ends waits for peers in this process: on each thread those of the call in progress, or else of its next call that waits.
- * That call returns EPX_ERROR_ABORTED, and its peers learn that this rank was interrupted. One epx_interrupt() ends at most
- * one call of each thread; a call that need not wait succeeds all the same. These wait on the host: epx_bootstrap_file,
- * epx_bootstrap_mpi, epx_group_create, epx_group_all_gather, epx_mem_*, and the operations of the host transport and of
- * several nodes. An interrupted call of a group ends the group. epx_group_destroy stops waiting for the GPU, and aborts what
- * runs there. A thread that has not used epx yet does not hear of earlier interrupts.
+/** Ends waits for peers in this process: on each thread those of the call in progress, or else of its next call that
+ * waits. That call returns EPX_ERROR_ABORTED, and its peers learn that this rank was interrupted. One epx_interrupt()
+ * ends at most one call of each thread; a call that need not wait succeeds all the same. These wait on the host:
+ * epx_bootstrap_file, epx_bootstrap_mpi, epx_group_create, epx_group_all_gather, epx_mem_*, and the operations of the
+ * host transport and of several nodes. An interrupted call of a group ends the group. epx_group_destroy stops waiting for
+ * the GPU, and aborts what runs there. A thread that has not used epx yet does not hear of earlier interrupts.
  * Async-signal-safe: a signal handler may call it. Waits for nothing. */
 EPX_API void epx_interrupt(void);
 
 /** Returns 1 when this thread has been interrupted, by epx_interrupt() or by its check function, else 0; and forgets the
- * interrupt. For an epx_bootstrap.all_gather of the caller's own: it asks while it waits, and then returns EPX_ERROR_ABORTED.
- * A program calls it where it has learned of the signal by itself and makes its next call on purpose. */
+ * interrupt. For an epx_bootstrap.all_gather of the caller's own: it asks while it waits, and then returns
+ * EPX_ERROR_ABORTED. A program calls it where it has learned of the signal by itself and makes its next call on
+ * purpose. */
 EPX_API int32_t epx_interrupted(void);
 
-/** Sets this thread's check function; NULL removes it. While a call of this thread waits, it calls the function now and then,
- * at most 50 times a second, and ends as by epx_interrupt() when that returns another value than 0. For language bindings whose
- * signal handlers run in the interpreter, as Python's do. The function may take its time. Calls of
- * epx that it makes do not call it again, and none may belong to the sequence of a group in whose call the thread is. */
+/** Sets this thread's check function; NULL removes it. While a call of this thread waits, it calls the function now and
+ * then, at most 50 times a second, and ends as by epx_interrupt() when that returns another value than 0. For language
+ * bindings whose signal handlers run in the interpreter, as Python's do. The function may take its time. Calls of epx
+ * that it makes do not call it again, and none may belong to the sequence of a group in whose call the thread is. */
 EPX_API void epx_set_interrupt_check(int32_t (*check)(void));
 
 /** @} */
@@ -238,16 +182,16 @@ static inline epx_tensor epx_tensor_3d(void* data, epx_dtype dtype, int64_t size
 /** @defgroup bootstrap Bootstrap
  * @{ */
 
-/** How ranks find each other while a group is created; not used afterwards. Two are ready-made: epx_bootstrap_file below and
- * epx_bootstrap_mpi in epx_mpi.h. A framework may fill one in itself: zero the whole struct first. */
+/** How ranks find each other while a group is created; not used afterwards. Two are ready-made: epx_bootstrap_file below
+ * and epx_bootstrap_mpi in epx_mpi.h. A framework may fill one in itself: zero the whole struct first. */
 typedef struct epx_bootstrap {
   size_t struct_size; /**< sizeof(epx_bootstrap), the same in every version */
   int32_t rank;       /**< of this process (or thread), 0 <= rank < num_ranks */
   int32_t num_ranks;  /**< ranks that create groups together, 1..65535 */
-  /** Every rank passes bytes_per_rank bytes at `send`; recv gets num_ranks * bytes_per_rank bytes in rank order. Blocks, but
-   * for no longer than timeout_ms milliseconds. On failure returns another status than EPX_SUCCESS and may write one
-   * zero-terminated sentence of at most message_bytes bytes to `message` (name the ranks that are missing). While it waits it
-   * asks epx_interrupted(). */
+  /** Every rank passes bytes_per_rank bytes at `send`; recv gets num_ranks * bytes_per_rank bytes in rank order. Blocks,
+   * but for no longer than timeout_ms milliseconds. On failure returns another status than EPX_SUCCESS and may write one
+   * zero-terminated sentence of at most message_bytes bytes to `message` (name the ranks that are missing). While it
+   * waits it asks epx_interrupted(). */
   epx_status (*all_gather)(void* context, const void* send, void* recv, size_t bytes_per_rank, int64_t timeout_ms,
                            char* message, size_t message_bytes);
   void (*release)(void* context); /**< frees the context; called by epx_bootstrap_free; may be NULL */
@@ -255,24 +199,35 @@ typedef struct epx_bootstrap {
   void* reserved[3];              /**< NULL */
 } epx_bootstrap;
 
-/** Ranks find each other through files below `directory` (local or shared between the machines; it must exist and be writable).
- *   num_ranks   1..65535
+/** Ranks find each other through files below `directory` (local or shared between the machines; it must exist and be
+ * writable).
+ *
+ *   num_ranks   1..65535.
  *   job_id      1 to 64 characters of [A-Za-z0-9._-]: ranks with the same one join; jobs with different ones may share the
  *               directory at the same time. What a dead job of the same name left behind is never taken for a live rank.
  *   timeout_ms  > 0: the longest that any one step waits for the other ranks. It fails on each rank within 100 ms + 10 % after
  *               its own timeout_ms, on a machine and a file system that do not stall for longer than 20 ms. A job that is
  *               suspended and resumed as a whole does not fail for that: each wait treats suspensions as described at
  *               timeout_ms of epx_group_config.
- * Returns once all ranks have come. Files have mode 0600 in a subdirectory `epx-<job_id>` of mode 0700, whatever the umask is;
- * all of them are gone when the last rank has freed its bootstrap. Release with epx_bootstrap_free.
- * A subdirectory that another user owns, that has another mode, or that holds anything but this user's files of a rendezvous
- * (and `.nfs*`) is refused as it is, whoever put it there and when; whoever puts another one in its place gets no file of it.
- * What a killed rank left is removed by the last of its job that outlives it, or by the next start with the same job_id,
- * provided that this is the same host, boot, PID namespace and user, and either the file system is local and no process of the
- * job lives any more, or the files are older than 10 minutes and 2 * timeout_ms. Leftovers of others stay where they are.
- * Errors: INVALID_ARGUMENT; SYSTEM (directory missing or not writable; a subdirectory that is refused: the message names it and
- * the first entry that is not epx's); TIMEOUT (the message lists the ranks that never came; rank 0, which collects what the
- * others send, where it has died); MISMATCH (two processes claim one rank, or ranks disagree on num_ranks). */
+ *
+ * Returns once all ranks have come. Files have mode 0600 in a subdirectory `epx-<job_id>` of mode 0700, whatever the
+ * umask is; all of them are gone when the last rank has freed its bootstrap. Release with epx_bootstrap_free. A
+ * subdirectory is refused as it is when another user owns it, when it has another mode, or when it holds anything beside
+ * this user's files of a rendezvous (and `.nfs*`). It does not matter who put it there and when. Whoever puts another one
+ * in its place gets no file of it.
+ *
+ * What a killed rank left is removed by the last of its job that outlives it, or by the next start with the same job_id.
+ * That start must have the same host, boot, PID namespace and user. Besides, the file system must be local and no process
+ * of the job live any more, or the files must be older than 10 minutes and 2 * timeout_ms. Leftovers of others stay where
+ * they are.
+ *
+ * Errors:
+ * - INVALID_ARGUMENT.
+ * - SYSTEM: the directory is missing or not writable, or the subdirectory is refused. The message names it and the first
+ *   entry that is not epx's.
+ * - TIMEOUT: the message lists the ranks that never came, or rank 0, which collects what the others send, where it has
+ *   died.
+ * - MISMATCH: two processes claim one rank, or ranks disagree on num_ranks. */
 EPX_API epx_status epx_bootstrap_file(const char* directory, const char* job_id, int32_t rank, int32_t num_ranks,
                                       int64_t timeout_ms, epx_bootstrap* bootstrap);
 
@@ -290,86 +245,94 @@ typedef struct epx_group_s* epx_group;
 
 /** How combine and dispatch_bwd sum the rows of a token. */
 typedef enum epx_combine_precision EPX_ENUM_INT32 {
-  /** Each expert rank sums its routes of a token in k order in float32 and rounds once to the token dtype; the home rank sums
-   * these partials in rank order in float32 and rounds once. One row per (token, expert rank) travels. */
+  /** Each expert rank sums its routes of a token in k order in float32 and rounds once to the token dtype; the home rank
+   * sums these partials in rank order in float32 and rounds once. One row per (token, expert rank) travels. */
   EPX_COMBINE_WIRE = 0,
-  /** The row of every route travels home and is summed there in k order in float32 with one rounding: the same bits for every
-   * number of ranks when nothing is dropped. */
+  /** The row of every route travels home and is summed there in k order in float32 with one rounding: the same bits for
+   * every number of ranks when nothing is dropped. */
   EPX_COMBINE_EXACT = 1,
   /* After 0.1: */
-  /** For groups of several nodes: as EPX_COMBINE_WIRE, but the partials of a node's ranks are summed in rank order in float32
-   * and rounded once to the token dtype, those of the home rank's node too; the home rank sums the nodes' sums in the order of
-   * the nodes in float32 and rounds once. A node without kept routes of the token takes no step. At most one row per
-   * (token, node) needs to travel between nodes. In a group of one node it is EPX_COMBINE_WIRE. */
+  /** For groups of several nodes. The ranks make partials as with EPX_COMBINE_WIRE. Those of a node's ranks, of the home
+   * rank's node too, are summed in rank order in float32 and rounded once to the token dtype. The home rank sums the
+   * nodes' sums in the order of the nodes in float32 and rounds once. A node without kept routes of the token takes no
+   * step. At most one row per (token, node) needs to travel between nodes. In a group of one node it is
+   * EPX_COMBINE_WIRE. */
   EPX_COMBINE_NODE = 2
 } epx_combine_precision;
 
 /** What happens to routes that exceed the receive capacity. They are dropped and counted either way. */
 typedef enum epx_overflow EPX_ENUM_INT32 {
   EPX_OVERFLOW_ERROR = 0, /**< the receiver also reports EPX_EVENT_OVERFLOW in its status */
-  EPX_OVERFLOW_DROP = 1
+  EPX_OVERFLOW_DROP = 1   /**< the receiver reports no event */
 } epx_overflow;
 
-/** How ranks reach each other's memory. The host transport's memory has no name, so that ranks that are killed, at any moment,
- * leave nothing. Where a rank cannot open a peer's /proc/PID/fd (other PID namespaces, processes that are not dumpable,
- * security modules), it has a name epx-* in /dev/shm until all ranks have mapped it; when a rank is killed in that time, the
- * others remove its name, and when the whole job is, the next one of the same user in the same PID namespace. With more than
- * one rank it is reserved at once: what does not fit into the machine's available memory or a cgroup's limit is refused. */
+/** The transport of a group: how its ranks reach each other's memory. */
 typedef enum epx_transport EPX_ENUM_INT32 {
-  EPX_TRANSPORT_AUTO = 0, /**< the fastest that all ranks can use */
-  EPX_TRANSPORT_HOST = 1, /**< shared memory, for ranks on one machine; processes or threads */
-  EPX_TRANSPORT_NCCL =
-      2 /**< NVLink through NCCL symmetric windows, and NCCL's network between nodes; each rank has a GPU of
-                             its own, the calling thread's current device at creation. UNSUPPORTED in builds without CUDA */
+  /** The fastest that all ranks can use. */
+  EPX_TRANSPORT_AUTO = 0,
+  /** Shared memory, for ranks on one machine, which are processes or threads. With more than one rank it is reserved at
+   * once: what does not fit into the machine's available memory or a cgroup's limit is refused.
+   *
+   * The memory has no name, so that ranks that are killed, at any moment, leave nothing. A rank may be unable to open a
+   * peer's /proc/PID/fd (other PID namespaces, processes that are not dumpable, security modules). The memory then has a
+   * name epx-* in /dev/shm until all ranks have mapped it. When a rank is killed in that time, the others remove its
+   * name. When the whole job is, the next one of the same user in the same PID namespace does. */
+  EPX_TRANSPORT_HOST = 1,
+  /** NVLink through NCCL symmetric windows, and NCCL's network between nodes. Each rank has a GPU of its own, the calling
+   * thread's current device at creation. UNSUPPORTED in builds without CUDA. */
+  EPX_TRANSPORT_NCCL = 2
 } epx_transport;
 
-/** Ranks of a group must agree on every field except color, key, num_comm_sms and timeout_ms. */
+/** What a group is created for. Its ranks must agree on every field except color, key, num_comm_sms and timeout_ms. */
 typedef struct epx_group_config {
-  size_t struct_size;               /**< set by epx_group_config_init; the same in every version */
-  int32_t num_experts;              /**< E >= 1; required */
-  int32_t max_tokens_per_rank;      /**< >= 1; required */
-  int32_t hidden_dim;               /**< largest H of a call, elements; required */
-  int32_t max_top_k;                /**< largest K of a layer, 1..64; required */
-  int32_t max_alignment;            /**< largest alignment of a layer, rows; default 128 */
-  epx_dtype max_token_dtype;        /**< widest token dtype of a call; required: FLOAT32, FLOAT16 or BFLOAT16 */
-  int64_t max_recv_tokens_per_rank; /**< R in rows; 0 (default): the worst case, P * max_tokens_per_rank * max_top_k +
-                                       ceil(E / P) * (max_alignment - 1), rounded up to max_alignment */
-  int32_t max_sidecar_bytes;        /**< largest sidecar of a row, bytes; default 0 */
+  size_t struct_size;          /**< set by epx_group_config_init; the same in every version */
+  int32_t num_experts;         /**< E >= 1; required */
+  int32_t max_tokens_per_rank; /**< >= 1; required */
+  int32_t hidden_dim;          /**< largest H of a call, elements; required */
+  int32_t max_top_k;           /**< largest K of a layer, 1..64; required */
+  int32_t max_alignment;       /**< largest alignment of a layer, rows; default 128 */
+  epx_dtype max_token_dtype;   /**< widest token dtype of a call; required: FLOAT32, FLOAT16 or BFLOAT16 */
+  /** R in rows. 0 (default): the worst case, P * max_tokens_per_rank * max_top_k + ceil(E / P) * (max_alignment - 1),
+   * rounded up to max_alignment. */
+  int64_t max_recv_tokens_per_rank;
+  int32_t max_sidecar_bytes;               /**< largest sidecar of a row, bytes; default 0 */
   epx_combine_precision combine_precision; /**< default EPX_COMBINE_WIRE */
   epx_overflow overflow;                   /**< default EPX_OVERFLOW_ERROR */
   epx_transport transport;                 /**< default EPX_TRANSPORT_AUTO */
-  int32_t num_comm_sms; /**< the most SMs (streaming multiprocessors) that a call takes on GPUs; 0 (default): all but 48,
-                           or half of them where that is more: see "Beside other kernels". More than the GPU has means
-                           all. The host transport has none and ignores it */
-  int32_t color;        /**< ranks of one bootstrap with different colors form different groups; default 0 */
-  int32_t key;          /**< ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
-  int64_t
-      timeout_ms; /**< > 0: the longest that one wait for a peer lasts; default: the environment variable EPX_TIMEOUT_MS if
-                           set (a process reads it once), else 300000. A job that is suspended and resumed as a whole (Ctrl-Z, a
-                           scheduler) lives on where the host waits: a wait that finds that this process did not run for more
-                           than 1 s (or timeout_ms, if that is less) does not count that time, and gives the peers timeout_ms
-                           anew, but never waits for more than 3 * timeout_ms without counting suspensions. A rank that alone is
-                           stopped for longer than timeout_ms is named by the others. Kernels on GPUs go on while their process
-                           is stopped, and count all time: there the job lives on when its processes are stopped for less than
-                           timeout_ms, or when no kernel waits for a peer */
+  /** The most SMs (streaming multiprocessors) that a call takes on GPUs. 0 (default): all but 48, or half of them where
+   * that is more; docs/api.md, "Beside other kernels", has the reason. More than the GPU has means all. In a group of
+   * several nodes it is 0 or at least 2. The host transport ignores it. */
+  int32_t num_comm_sms;
+  int32_t color; /**< ranks of one bootstrap with different colors form different groups; default 0 */
+  int32_t key;   /**< ranks of a group are ordered by (key, rank in the bootstrap); default 0 */
+  /** The longest that one wait for a peer lasts, > 0. Default: the environment variable EPX_TIMEOUT_MS if set (a process
+   * reads it once), else 300000. A rank that alone is stopped for longer is named by the others.
+   *
+   * A job that is suspended and resumed as a whole (Ctrl-Z, a scheduler) lives on where the host waits. A wait that finds
+   * that this process did not run for more than 1 s (or timeout_ms, if that is less) does not count that time, and gives
+   * the peers timeout_ms anew. It never waits for more than 3 * timeout_ms without counting suspensions.
+   *
+   * Kernels on GPUs go on while their process is stopped, and count all time. There the job lives on when no kernel waits
+   * for a peer, or when its processes are stopped for less than timeout_ms. */
+  int64_t timeout_ms;
   int64_t reserved[5]; /**< 0 */
   /* After 0.1, out of the end of reserved: */
-  int32_t ranks_per_node; /**< 0 (default): as found at creation. Nodes have the same number of ranks, and rank r is on
-                             node r / ranks_per_node. On the host transport, whose ranks share one machine, 0 means one
-                             node, and any divisor of P splits the group as far as EPX_COMBINE_NODE and the limits of
-                             groups of several nodes go, for tests. With EPX_TRANSPORT_NCCL another value than what is
-                             found is refused: see "Several nodes".
-                             Ranks of a group of several nodes watch each other over TCP, each by a connection to rank 0 and a
-                             thread: one whose process ends without epx_group_destroy ends the group after a second, or
-                             after timeout_ms where children of fork() live on, which hold its connection open */
-  int32_t
-      fixed_rail_tokens; /**< groups of several nodes on GPUs: so many tokens of each rank, 0..max_tokens_per_rank, travel
-                                to each other node in every call, whatever the routing is, and no call waits on the host;
-                                see "Several nodes". Where more go there, prepare drops the routes to that node of the later
-                                ones: info's number of dropped routes of this rank's tokens has them, demand and
-                                events do not. The host transport has no rails: there the field does nothing.
-                                0 (default): max_tokens_per_rank in calls that a graph captures, and what the routing needs
-                                in the others */
+  /** 0 (default): as found at creation. Nodes have the same number of ranks, and rank r is on node r / ranks_per_node. With
+   * EPX_TRANSPORT_NCCL another value than what is found is refused (docs/scaling.md, "Run it").
+   *
+   * On the host transport, whose ranks share one machine, 0 means one node. Any divisor of P splits the group there, for
+   * tests, as far as EPX_COMBINE_NODE and the limits of groups of several nodes go.
+   *
+   * Ranks of a group of several nodes watch each other over TCP, each by a connection to rank 0 and a thread. A rank whose
+   * process ends without epx_group_destroy ends the group after a second. Where children of fork() live on, which hold its
+   * connection open, the group ends after timeout_ms. */
+  int32_t ranks_per_node;
+  /** For groups of several nodes on GPUs: this many tokens of each rank, 0..max_tokens_per_rank, travel to each other
+   * node in every call, whatever the routing is. No call then waits on the host (docs/scaling.md, "What a caller sees").
+   * Where more tokens go to a node, prepare drops the routes of the later ones to that node. info's number of dropped
+   * routes of this rank's tokens has them, demand and events do not. 0 (default): max_tokens_per_rank in calls that a
+   * graph captures, and what the routing needs in the others. The host transport has no rails and ignores it. */
+  int32_t fixed_rail_tokens;
 } epx_group_config;
 
 /** Fills in defaults. The required fields are left 0 and must be set. Errors: INVALID_ARGUMENT (NULL, or EPX_TIMEOUT_MS is
@@ -378,26 +341,34 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
 
 /** Creates the group of this rank. Collective over the bootstrap: all its ranks call, and either all succeed or all fail.
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
- * Errors: INVALID_ARGUMENT (this rank's config, or EPX_CHECK_HANDLE_MEM or EPX_LOG has no value that it may have); MISMATCH
- * (the message names the field, two ranks and their values); UNSUPPORTED (transport; ranks whose nodes transport nccl cannot
- * serve, with the nodes that were found, or more than 64 ranks in one of them; more experts than the GPU's shared memory has
- * room for; several nodes where a GPU leaves the group fewer than 2 SMs; ranks on several machines with transport host);
- * OUT_OF_MEMORY (the message says how much was wanted); TIMEOUT (who is missing); SYSTEM. */
+ * Errors:
+ * - INVALID_ARGUMENT: this rank's config, or EPX_CHECK_HANDLE_MEM or EPX_LOG has no value that it may have.
+ * - MISMATCH: the message names the field, two ranks and their values.
+ * - UNSUPPORTED: the transport; ranks on several machines with transport host; more experts than the GPU's shared memory
+ *   has room for; nodes that transport nccl cannot serve, with those that were found, or more than 64 ranks in one of
+ *   them; several nodes where a GPU leaves the group fewer than 2 SMs.
+ * - OUT_OF_MEMORY: the message says how much was wanted.
+ * - TIMEOUT: the message says who is missing.
+ * - SYSTEM. */
 EPX_API epx_status epx_group_create(const epx_bootstrap* bootstrap, const epx_group_config* config, epx_group* group);
 
-/** Frees the group. Accepts NULL, and a group that has been destroyed; does nothing in a child of fork(). Any thread may call it
- * at any time. A call that another thread is in is ended: the group is aborted, so that the call returns EPX_ERROR_ABORTED and
- * peers learn of it, and this function waits until the thread has left the call, for up to 10 s; later the group is freed when
- * the thread has left, and a warning says so. It does not wait for a call of the calling thread itself, in whose check function
- * (epx_set_interrupt_check) it is called. A call that comes later is refused (EPX_ERROR_ABORTED): less than 100 bytes of each group are kept for
- * that until the process exits.
- * Calls that are still under way on the GPU, and that no thread is in, are waited for, and with them everything else on the device, for up to timeout_ms; then
- * they are aborted, as they are at once when the group has failed or was aborted. Besides, no peer is waited for. Memory from
- * epx_mem_alloc is freed with it. A device that other work keeps busy for 2 s more than timeout_ms (3 s with several nodes) is
- * not waited for: the group's memory, streams and events there are then not freed, and a warning says so. Freeing GPU memory
- * itself waits for work that other threads put on the device meanwhile. With several nodes a thread may still be freeing NCCL's
- * communicator then: until the other work ends, calls of CUDA that free or destroy something wait for it, and a process that
- * exits waits for it up to 3 s. */
+/** Frees the group, and the memory from epx_mem_alloc with it. Local: no peer is waited for. Accepts NULL, and a group
+ * that has been destroyed; does nothing in a child of fork(). Any thread may call it at any time.
+ *
+ * A call that another thread is in is ended. The group is aborted, so that the call returns EPX_ERROR_ABORTED and peers
+ * learn of it. This function waits for up to 10 s until the thread has left the call. Where it leaves later, the group is
+ * freed then, and a warning says so. A call of the calling thread itself, in whose check function
+ * (epx_set_interrupt_check) this function is called, is not waited for. A call that comes later is refused
+ * (EPX_ERROR_ABORTED): less than 100 bytes of each group are kept for that until the process exits.
+ *
+ * Calls that are still under way on the GPU, and that no thread is in, are waited for, for up to timeout_ms, and with them
+ * everything else on the device. Then they are aborted, as they are at once when the group has failed or was aborted.
+ *
+ * A device that other work keeps busy for 2 s more than timeout_ms (3 s with several nodes) is not waited for. The
+ * group's memory, streams and events there are then not freed, and a warning says so. Freeing GPU memory itself waits for
+ * work that other threads put on the device meanwhile. With several nodes a thread may still be freeing NCCL's
+ * communicator then. Until the other work ends, calls of CUDA that free or destroy something wait for that thread, and a
+ * process that exits waits for it up to 3 s. */
 EPX_API void epx_group_destroy(epx_group group);
 
 /** Ends the group from any thread, at any time before epx_group_destroy: this rank's calls, the one in progress too, return
@@ -418,23 +389,22 @@ typedef struct epx_group_info {
   int64_t window_bytes;                    /**< shared memory that the group holds for its own use on this rank */
   int64_t timeout_ms;                      /**< as in the group's config, or its default */
   int32_t max_tokens_per_rank;             /**< as in the group's config */
-  int32_t hidden_dim;                      /**< likewise */
-  int32_t max_top_k;                       /**< likewise */
-  int32_t max_alignment;                   /**< likewise */
-  epx_dtype max_token_dtype;               /**< likewise */
-  epx_combine_precision combine_precision; /**< likewise */
+  int32_t hidden_dim;                      /**< as in the group's config */
+  int32_t max_top_k;                       /**< as in the group's config */
+  int32_t max_alignment;                   /**< as in the group's config */
+  epx_dtype max_token_dtype;               /**< as in the group's config */
+  epx_combine_precision combine_precision; /**< as in the group's config */
   /* After 0.1: */
   int32_t num_comm_sms;   /**< SMs that a call takes at most; 0 on the host transport */
-  int32_t ranks_per_node; /**< ranks of each node: the group has num_ranks / ranks_per_node nodes, and rank r is on node
-                             r / ranks_per_node */
+  int32_t ranks_per_node; /**< of P / ranks_per_node nodes; rank r is on node r / ranks_per_node */
 } epx_group_info;
 
 /** Describes the group: fills in as much of *info as its struct_size has. Errors: INVALID_ARGUMENT. */
 EPX_API epx_status epx_group_query(epx_group group, epx_group_info* info);
 
-/** What a rank of such a group takes, in bytes, exactly for the transport that the config names; for `auto` what transport nccl
- * takes, which is more than host does. On GPUs a rank has some records of its own besides. The parts of the window that this
- * version lists add up to window_bytes; a later one may list more. */
+/** What a rank of a group takes, in bytes, exactly for the transport that the config names. For `auto` it is what
+ * transport nccl takes, which is more than host does. On GPUs a rank has some records of its own besides. The parts of
+ * the window that this version lists add up to window_bytes; a later version may list more. */
 typedef struct epx_memory_plan {
   size_t struct_size;               /**< set by the caller: sizeof(epx_memory_plan) */
   int64_t max_recv_tokens_per_rank; /**< R, resolved, in rows */
@@ -442,16 +412,18 @@ typedef struct epx_memory_plan {
   int64_t control_bytes;            /**< of which: call descriptors, flags, abort record, exchange board */
   int64_t count_bytes;              /**< of which: route counts, [2, P, E]; experts of the routing all-gather */
   int64_t slot_record_bytes;        /**< of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
-  int64_t scatter_row_bytes;        /**< of which: staged rows of dispatch and combine_bwd; dispatch has
-                                       places of their own for up to 512 tokens */
-  int64_t scatter_sidecar_bytes;    /**< of which: their sidecars */
-  int64_t scatter_weight_bytes;     /**< of which: their weights, and which tokens have come */
-  int64_t gather_row_bytes;         /**< of which: staged rows of combine and dispatch_bwd; the same */
-  int64_t gather_weight_bytes;      /**< of which: their weights, and which tokens have come */
-  int64_t scratch_bytes;    /**< private memory of the group for use within a call: on the host transport; on GPUs in
-                                       groups of several nodes, rows on their way to and from other nodes */
-  int64_t handle_mem_bytes; /**< epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per
-                                       layer in flight */
+  /** Of which: staged rows of dispatch and combine_bwd. dispatch has places of their own for up to 512 tokens. */
+  int64_t scatter_row_bytes;
+  int64_t scatter_sidecar_bytes; /**< of which: sidecars of the rows in scatter_row_bytes */
+  int64_t scatter_weight_bytes;  /**< of which: weights of these rows, and which tokens have come */
+  /** Of which: staged rows of combine and dispatch_bwd, with places of their own for up to 512 tokens. */
+  int64_t gather_row_bytes;
+  int64_t gather_weight_bytes; /**< of which: weights of the rows in gather_row_bytes, and which tokens have come */
+  /** Private memory of the group for use within a call: on the host transport, and on GPUs in groups of several nodes,
+   * where it holds rows on their way to and from other nodes. */
+  int64_t scratch_bytes;
+  /** epx_handle_mem_size for (max_top_k, max_alignment); allocated by the caller, one per layer in flight. */
+  int64_t handle_mem_bytes;
 } epx_memory_plan;
 
 /** Reports what epx_group_create would allocate on each rank of a group of num_ranks ranks, without allocating or
@@ -465,9 +437,11 @@ EPX_API epx_status epx_group_memory_plan(const epx_group_config* config, int32_t
 enum { EPX_MAX_RECORD_BYTES = 256 };
 
 /** Gathers a small record of each rank, for what ranks have to agree on between calls: the options of a layer for instance.
+ *
  *   send            [bytes_per_rank] this rank's record
  *   recv            [P, bytes_per_rank] the records of all ranks, in rank order; written only where the call succeeds
  *   bytes_per_rank  1..EPX_MAX_RECORD_BYTES, the same on all ranks
+ *
  * Both are host memory, which may overlap, whatever the transport is. Collective; counts as epx_mem_alloc does in sequence
  * numbers; the call has finished when it returns. On GPUs it synchronises the device, and is no call for a training step.
  * Errors: INVALID_ARGUMENT; MISMATCH (bytes_per_rank differs; the group lives on); sticky ones. */
@@ -504,18 +478,17 @@ typedef enum epx_phase EPX_ENUM_INT32 {
   EPX_PHASE_COMPLETE = 2 /**< waiting for peers' data */
 } epx_phase;
 
-/** Kinds of errors that a group lives on with. */
+/** Kinds of recoverable errors. */
 typedef enum epx_event_kind EPX_ENUM_INT32 {
-  EPX_EVENT_BAD_INDEX = 0,    /**< a topk_idx entry < -1 or >= E; the route was treated as masked */
-  EPX_EVENT_OVERFLOW = 1,     /**< routes to this rank exceeded R (overflow policy ERROR); they were dropped */
-  EPX_EVENT_TOO_FEW_ROWS = 2, /**< N was smaller than offsets[E_l] of the handle; routes beyond N were dropped. Each call
-                                 reports it that passes such an N.
-                                 dispatch_rank_major: a rank had more than M tokens for this one; the routes of the others
-                                 were dropped */
-  EPX_EVENT_HANDLE_MISMATCH =
-      3 /**< handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says
-                                    what is checked). This rank took part without routes, or the routes between it and
-                                    ranks with handle memory of another prepare were dropped; see "operations" */
+  EPX_EVENT_BAD_INDEX = 0, /**< a topk_idx entry < -1 or >= E; the route was treated as masked */
+  EPX_EVENT_OVERFLOW = 1,  /**< routes to this rank exceeded R (overflow policy ERROR); they were dropped */
+  /** N was smaller than offsets[E_l] of the handle; routes beyond N were dropped. Each call reports it that passes such
+   * an N. In dispatch_rank_major: a rank had more than M tokens for this one; the routes of the others were dropped. */
+  EPX_EVENT_TOO_FEW_ROWS = 2,
+  /** Handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says what is checked). This
+   * rank took part without routes, or the routes between it and ranks with handle memory of another prepare were dropped;
+   * see "operations". */
+  EPX_EVENT_HANDLE_MISMATCH = 3
 } epx_event_kind;
 
 /** Sizes of the arrays of epx_group_report. */
@@ -537,14 +510,14 @@ typedef struct epx_group_report {
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /**< the first of them, ascending */
 
   /* Recoverable errors since the last epx_group_status. */
-  uint64_t event_counts[EPX_MAX_EVENT_KINDS]; /**< BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes; HANDLE_MISMATCH: calls; those
-                                                 of kinds that this version does not have are 0 */
+  /** BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes. HANDLE_MISMATCH: calls. Kinds that this version does not have: 0. */
+  uint64_t event_counts[EPX_MAX_EVENT_KINDS];
   epx_event_kind first_event;          /**< kind of the first, the lowest of its call's; meaningful when any count is > 0 */
   epx_operation first_event_operation; /**< the call that it happened in */
   uint64_t first_event_sequence;       /**< the number of that call */
 
-  char
-      message[EPX_MAX_MESSAGE_BYTES]; /**< the sticky failure, else the first event, in one sentence; "" when all is well */
+  /** The sticky failure, else the first event, in one sentence; "" when all is well. */
+  char message[EPX_MAX_MESSAGE_BYTES];
 } epx_group_report;
 
 /** Reads the group's status without synchronising, and clears the events (not the sticky failure). Returns EPX_SUCCESS when
@@ -556,29 +529,35 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 /** @defgroup memory Memory
  * @{ */
 
-/** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. Receive tensors that lie in it are written
- * in place by dispatch and combine_bwd, but on GPUs not where staging is faster, and may be read in place by combine and
- * dispatch_bwd (on the host transport: when those of all ranks, weights included, do); others are staged, with the same
- * result. The same holds for rank-major calls. Collective; counts as two calls in sequence numbers, and as fewer where it
- * fails, on all ranks alike. *ptr is aligned to 256 bytes and its contents are zero. On GPUs it and epx_mem_free
- * synchronise the device.
+/** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. *ptr is aligned to 256 bytes and its
+ * contents are zero.
+ *
+ * dispatch and combine_bwd write receive tensors that lie in it in place, but on GPUs not where staging is faster.
+ * combine and dispatch_bwd may read them in place (on the host transport: when those of all ranks, weights included, lie
+ * in it). Others are staged, with the same result. The same holds for rank-major calls.
+ *
+ * Collective; counts as two calls in sequence numbers, and as fewer where it fails, on all ranks alike. On GPUs it and
+ * epx_mem_free synchronise the device.
  * Errors: INVALID_ARGUMENT; OUT_OF_MEMORY (on all ranks, if any lacks it; the group lives on); MISMATCH (bytes differ; the
  * group lives on); sticky ones. */
 EPX_API epx_status epx_mem_alloc(epx_group group, size_t bytes, void** ptr);
 
-/** Makes `bytes` (> 0, the same on all ranks) at ptr, which the caller owns, memory that peers can reach, as if it came from
- * epx_mem_alloc; its contents stay. It must live until epx_mem_free(group, ptr), which then only ends the registration, or
- * epx_group_destroy. Collective; counts as epx_mem_alloc does; synchronises the device. NCCL can register what ncclMemAlloc
- * made, or a framework's pool of such memory, at an address that is a multiple of 4096. Errors: INVALID_ARGUMENT (also: memory
- * that the group knows already); MISMATCH (bytes differ; the group lives on); UNSUPPORTED (the host transport, which cannot
- * map a process's own memory into another; memory that NCCL cannot register: then on all ranks, and the group lives on);
- * sticky ones. */
+/** Makes `bytes` (> 0, the same on all ranks) at ptr, which the caller owns, memory that peers can reach, as if it came
+ * from epx_mem_alloc; its contents stay. It must live until epx_mem_free(group, ptr), which then only ends the
+ * registration, or epx_group_destroy. Collective; counts as epx_mem_alloc does; synchronises the device. NCCL can
+ * register what ncclMemAlloc made, or a framework's pool of such memory, at an address that is a multiple of 4096.
+ * Errors:
+ * - INVALID_ARGUMENT, also for memory that the group knows already.
+ * - MISMATCH: bytes differ; the group lives on.
+ * - UNSUPPORTED: the host transport, which cannot map a process's own memory into another. Memory that NCCL cannot
+ *   register: then on all ranks, and the group lives on.
+ * - Sticky ones. */
 EPX_API epx_status epx_mem_register(epx_group group, void* ptr, size_t bytes);
 
-/** Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same order
- * on all ranks, and counts as one call in sequence numbers; after a sticky error local, and no call. A call that itself finds
- * or makes a sticky error returns it, and has freed the memory. NULL is refused. Errors: INVALID_ARGUMENT (not such memory);
- * OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
+/** Frees memory from epx_mem_alloc, or ends the registration of memory from epx_mem_register. Collective, in the same
+ * order on all ranks, and counts as one call in sequence numbers; after a sticky error local, and no call. A call that
+ * itself finds or makes a sticky error returns it, and has freed the memory. NULL is refused. Errors: INVALID_ARGUMENT
+ * (not such memory); OUT_OF_SEQUENCE (ranks free different allocations; sticky); sticky ones. */
 EPX_API epx_status epx_mem_free(epx_group group, void* ptr);
 
 /** @} */
@@ -592,55 +571,62 @@ typedef struct epx_layer {
   int32_t alignment; /**< a, zones are padded to a multiple of it, 0..max_alignment; 0 means 1 */
 } epx_layer;
 
-/** Bytes of handle memory, the routing state of one layer in flight; at most 16 * (max_tokens_per_rank * K + R) + 8 * P * E +
- * 64 KiB, and where R is below its default up to 4 * P * (max_tokens_per_rank + 128 * K) more. In a group of N > 1 nodes on
- * GPUs at most 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB, where T' is max_tokens_per_rank,
- * above 1024 rounded up to a multiple of that. Local. The caller allocates it
- * where the tokens live, aligned to 16 bytes. epx_prepare, epx_prepare_dispatch or epx_dispatch_rank_major fills it in; then it
- * is read-only for any number of later calls in any order, also from a copy of its bytes, as long as the group lives; nobody
- * writes to it while a call runs. It needs no freeing beyond the caller's own. Errors: INVALID_ARGUMENT.
+/** Bytes of handle memory, the routing state of one layer in flight. Local. Errors: INVALID_ARGUMENT. At most:
+ * - 16 * (max_tokens_per_rank * K + R) + 8 * P * E + 64 KiB, and where R is below its default up to
+ *   4 * P * (max_tokens_per_rank + 128 * K) more.
+ * - In a group of N > 1 nodes on GPUs 12 * (N + 1) * T' * K + (4 * P + 16 * N) * T' + 12 * R + 8 * P * E + 64 KiB. T' is
+ *   max_tokens_per_rank, above 1024 rounded up to a multiple of that.
  *
- * What a call checks of it. Its header carries a checksum: a call with the handle memory of another layer,
- * group, T or prepare, or with a damaged header, reports EPX_EVENT_HANDLE_MISMATCH. The routing state behind the header is
- * not compared with anything, so damage there is not reported; but whatever its bytes are,
- * - no rank reads or writes beyond the tensors of the call and the group's own memory. What the call may write may get any
- *   contents: this rank's outputs, and those of peers that pass handle memory of the same prepare. With EPX_TRANSPORT_NCCL
- *   a receive tensor in memory from epx_mem_alloc or epx_mem_register may then be written after the call has ended on its
- *   rank, until all ranks have come to the group's next call;
- * - each call ends. With EPX_TRANSPORT_NCCL ranks may wait for rows that nobody sends, until timeout_ms; that ends the group,
- *   and the report names the operation.
- * With the environment variable EPX_CHECK_HANDLE_MEM=1 (default 0; read once, refused by epx_group_create when it is neither)
- * the call that fills it in also stores a checksum of the routing state, and each call verifies it: damage is then reported as
- * EPX_EVENT_HANDLE_MISMATCH. One word that differs is always found, more with probability 1 - 2^-64. It costs a pass over the
- * handle memory in each call, on GPUs by one more kernel: behind a call that fills it in, before the others. Calls can still be
- * captured in a graph. */
+ * The caller allocates it where the tokens live, aligned to 16 bytes. It needs no freeing beyond the caller's own.
+ * epx_prepare, epx_prepare_dispatch or epx_dispatch_rank_major fills it in. Then it is read-only for any number of later
+ * calls in any order, as long as the group lives. A copy of its bytes serves as well. Nobody writes to it while a call
+ * runs.
+ *
+ * What a call checks of it. Its header carries a checksum: a call with the handle memory of another layer, group, T or
+ * prepare, or with a damaged header, reports EPX_EVENT_HANDLE_MISMATCH. The routing state behind the header is not
+ * compared with anything, so damage there is not reported. Whatever its bytes are, two things hold:
+ * - No rank reads or writes beyond the tensors of the call and the group's own memory. What the call may write may get
+ *   any contents: this rank's outputs, and those of peers that pass handle memory of the same prepare. With
+ *   EPX_TRANSPORT_NCCL this may go on after the call has ended on its rank, in a receive tensor in memory from
+ *   epx_mem_alloc or epx_mem_register, until all ranks have come to the group's next call.
+ * - Each call ends. With EPX_TRANSPORT_NCCL ranks may wait for rows that nobody sends, until timeout_ms. That ends the
+ *   group, and the report names the operation.
+ *
+ * The environment variable EPX_CHECK_HANDLE_MEM=1 finds damage of the routing state too. It is 0 by default and read
+ * once; epx_group_create refuses other values. The call that fills the memory in then stores a checksum of the routing
+ * state, and each call verifies it: damage is reported as EPX_EVENT_HANDLE_MISMATCH. One word that differs is always
+ * found, more with probability 1 - 2^-64. It costs a pass over the handle memory in each call, on GPUs by one more
+ * kernel: behind a call that fills it in, before the others. Calls can still be captured in a graph. */
 EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* bytes);
 
 /** @} */
 
 /** @defgroup operations The five operations
  *
- * All are collective: every rank of the group makes the same calls in the same order, with the same layer, H, dtype,
- * sidecar bytes and choice of weights; each passes the handle memory that the same epx_prepare (or
- * epx_prepare_dispatch) filled in. All else may
- * differ between ranks: T, N, the dtypes of prepare's topk_idx and counts, its optional outputs, and where tensors lie. Only
- * epx_dispatch, epx_prepare_dispatch and epx_dispatch_rank_major take sidecars; in another operation a tensor with one is
- * refused.
+ * All are collective: every rank of the group makes the same calls in the same order. Layer, H, dtype, sidecar bytes and
+ * choice of weights are the same. Each rank passes the handle memory that the same epx_prepare (or epx_prepare_dispatch)
+ * filled in. Everything else may differ between ranks: T, N, the dtypes of prepare's topk_idx and counts, its optional
+ * outputs, and where tensors lie. Only epx_dispatch, epx_prepare_dispatch and epx_dispatch_rank_major take sidecars; in
+ * another operation a tensor with one is refused.
  *
  * A rank may pass handle memory that is not that of the call (EPX_EVENT_HANDLE_MISMATCH).
- * - The call cannot use it: it is of another layer, group or T, nobody has filled it in, or it is damaged. This rank then takes
- *   part without routes. None of its tensors is touched, in memory that peers reach neither. It alone reports the event.
- * - It is valid, but of another prepare than that of some ranks. The call then drops the routes between ranks whose prepares
- *   differ, and keeps those between ranks of the same prepare. A rank's routes to itself stay, by the plan that it passed. All
- *   its tensors are written as that plan says. Each rank that has met another prepare reports the event, once for the call.
- * To a rank whose routes with another are dropped, that one's tokens have no routes, and its experts have no rows. What would
- * have come from it is zero. What would have gone to it takes no step in sums.
+ * - The call cannot use it: it is of another layer, group or T, nobody has filled it in, or it is damaged. This rank then
+ *   takes part without routes. None of its tensors is touched, in memory that peers reach neither. It alone reports the
+ *   event.
+ * - It is valid, but of another prepare than that of some ranks. The call then drops the routes between ranks whose
+ *   prepares differ, and keeps those between ranks of the same prepare. A rank's routes to itself stay, by the plan that
+ *   it passed. All its tensors are written as that plan says. Each rank that has met another prepare reports the event,
+ *   once for the call.
+ * To a rank whose routes with another are dropped, that one's tokens have no routes, and its experts have no rows. What
+ * would have come from it is zero. What would have gone to it takes no step in sums.
  *
  * A pointer to a tensor that is NULL means "not wanted" where the comment says optional. Each args struct starts with
- * struct_size = sizeof(the struct); zero the rest first, since later versions may have more fields (see "How this API grows").
- * Errors of all: INVALID_ARGUMENT (refused, nothing happened); MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED, INTERNAL
- * (sticky); on GPUs SYSTEM (CUDA refused the kernel of a rank, which is the culprit; its peers learn that while they wait, and
- * do not time out; sticky, but not while the stream is being captured).
+ * struct_size = sizeof(the struct). Zero the rest first, since later versions may have more fields (docs/api.md, "How
+ * this API grows").
+ *
+ * Errors of all: INVALID_ARGUMENT (refused, nothing happened). MISMATCH, OUT_OF_SEQUENCE, TIMEOUT, ABORTED and INTERNAL,
+ * which are sticky. On GPUs SYSTEM: CUDA refused the kernel of a rank, which is the culprit. Its peers learn that while
+ * they wait, and do not time out. SYSTEM is sticky, but not while the stream is being captured.
  * @{ */
 
 /** Arguments of epx_prepare(). */
@@ -650,19 +636,21 @@ typedef struct epx_prepare_args {
   void* handle_mem; /**< [out] */
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor* topk_idx; /**< [in] [T, K] INT32 or INT64: global expert of each route; -1 masks it. Duplicates in a row
-                                   are separate routes. A bad index is reported and treated as masked. */
-  const epx_tensor* counts;   /**< [out] [E_l] INT32 or INT64: rows of each local expert, after drops, without padding */
-  const epx_tensor* offsets; /**< [out] [E_l + 1], dtype of counts: first slot of each zone; the last entry is the number of
-                                 rows in use */
-  const epx_tensor* global_counts; /**< [out, optional] [P, E], dtype of counts: routes from each rank to each expert,
-                                        before drops, without masked and bad ones */
-  const epx_tensor* info; /**< [out, optional] [5] INT64: demand, kept, dropped (routes to this rank), dropped (routes of
-                               this rank), rows_needed (what offsets[E_l] would be with unlimited R) */
-  const epx_tensor* slot; /**< [out, optional] [T, K] INT32: slot of each route on its expert's rank; -1 where masked or
-                               dropped */
-  const epx_tensor* slot_origin; /**< [out, optional] [R, 3] INT32: (source rank, token, k) of each slot; -1 for pads and
-                                    unused slots */
+  /** [in] [T, K] INT32 or INT64: global expert of each route; -1 masks it. Duplicates in a row are separate routes. A bad
+   * index is reported and treated as masked. */
+  const epx_tensor* topk_idx;
+  const epx_tensor* counts; /**< [out] [E_l] INT32 or INT64: rows of each local expert, after drops, without padding */
+  /** [out] [E_l + 1], dtype of counts: first slot of each zone; the last entry is the number of rows in use. */
+  const epx_tensor* offsets;
+  /** [out, optional] [P, E], dtype of counts: routes from each rank to each expert, before drops, without masked and bad
+   * ones. */
+  const epx_tensor* global_counts;
+  /** [out, optional] [5] INT64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed
+   * (what offsets[E_l] would be with unlimited R). */
+  const epx_tensor* info;
+  const epx_tensor* slot; /**< [out, optional] [T, K] INT32: slot on its expert's rank; -1 where masked or dropped */
+  /** [out, optional] [R, 3] INT32: (source rank, token, k) of each slot; -1 for pads and unused slots. */
+  const epx_tensor* slot_origin;
 } epx_prepare_args;
 
 /** Turns top-k indices into a plan. Inside a zone, slots are ordered by (source rank, token, k), on every transport; the
@@ -691,13 +679,14 @@ typedef struct epx_dispatch_args {
   int32_t reserved0; /**< 0 */
 } epx_dispatch_args;
 
-/** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit; weights and sidecars likewise. Pad rows inside zones become zero,
- * unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the time of writing them. The rows
- * of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not touched. */
+/** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit, with its weight and sidecar. Pad rows inside zones become zero,
+ * unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the time of writing them. The
+ * rows of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not
+ * touched. */
 EPX_API epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args);
 
-/** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. The smallest struct_size is
- * 136. */
+/** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. The smallest struct_size
+ * is 136. */
 typedef struct epx_prepare_dispatch_args {
   size_t struct_size;
   epx_layer layer;
@@ -705,12 +694,12 @@ typedef struct epx_prepare_dispatch_args {
   size_t handle_mem_bytes;
   epx_stream stream;
   const epx_tensor* topk_idx;      /**< [in]  [T, K] INT32 or INT64, as in epx_prepare_args */
-  const epx_tensor* counts;        /**< [out] [E_l] INT32 or INT64, likewise */
-  const epx_tensor* offsets;       /**< [out] [E_l + 1], dtype of counts, likewise */
-  const epx_tensor* global_counts; /**< [out, optional] [P, E], dtype of counts, likewise */
-  const epx_tensor* info;          /**< [out, optional] [5] INT64, likewise */
-  const epx_tensor* slot;          /**< [out, optional] [T, K] INT32, likewise */
-  const epx_tensor* slot_origin;   /**< [out, optional] [R, 3] INT32, likewise */
+  const epx_tensor* counts;        /**< [out] [E_l] INT32 or INT64, as in epx_prepare_args */
+  const epx_tensor* offsets;       /**< [out] [E_l + 1], dtype of counts, as in epx_prepare_args */
+  const epx_tensor* global_counts; /**< [out, optional] [P, E], dtype of counts, as in epx_prepare_args */
+  const epx_tensor* info;          /**< [out, optional] [5] INT64, as in epx_prepare_args */
+  const epx_tensor* slot;          /**< [out, optional] [T, K] INT32, as in epx_prepare_args */
+  const epx_tensor* slot_origin;   /**< [out, optional] [R, 3] INT32, as in epx_prepare_args */
   const epx_tensor* tokens;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
   const epx_tensor* topk_weights;  /**< [in, optional] [T, K] FLOAT32 */
   const epx_tensor* recv_tokens;   /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
@@ -719,12 +708,14 @@ typedef struct epx_prepare_dispatch_args {
   int32_t reserved0;               /**< 0 */
 } epx_prepare_dispatch_args;
 
-/** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number: the same handle
- * memory but for that number, the same outputs, the same reports, of operation EPX_OP_PREPARE_DISPATCH. On the GPUs of one node
- * it is the faster form for few tokens, and for many where the group has several ranks, takes 48 SMs or more, and
- * max_recv_tokens_per_rank is 0 or at least P * max_tokens_per_rank, with two ranks up to 250 MB of T * K rows: the rows then
- * leave before their slots are known. N is chosen before offsets[E_l] can be read. All ranks of the group make this call, or
- * all make the two others. */
+/** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number. The handle
+ * memory is the same except for that number. The outputs are the same, and so are the reports, of operation
+ * EPX_OP_PREPARE_DISPATCH. N is chosen before offsets[E_l] can be read. All ranks of the group make this call, or all
+ * make the two others.
+ *
+ * On the GPUs of one node it is the faster form for few tokens. For many tokens it is so where the group has several
+ * ranks and takes 48 SMs or more, and max_recv_tokens_per_rank is 0 or at least P * max_tokens_per_rank; with two ranks
+ * up to 250 MB of T * K rows. The rows then leave before their slots are known. */
 EPX_API epx_status epx_prepare_dispatch(epx_group group, const epx_prepare_dispatch_args* args);
 
 /** Arguments of epx_combine(). */
@@ -757,10 +748,10 @@ typedef struct epx_combine_bwd_args {
   const epx_tensor* grad_recv_weights; /**< [out, optional] [N] FLOAT32 */
 } epx_combine_bwd_args;
 
-/** For slot s of (r, t, k): grad_expert_out[s] = recv_weights[s] * grad_out_r[t], rounded to float32 and then to the dtype
- * (without weights: a copy); grad_recv_weights[s] = <grad_out_r[t], expert_out[s]>, summed as acc[h mod 256] =
- * fma(g[h], x[h], acc[h mod 256]) with h ascending, then by adding adjacent pairs until one is left. Pad rows become zero.
- * Rows at or above offsets[E_l] are not touched. */
+/** For slot s of (r, t, k): grad_expert_out[s] = recv_weights[s] * grad_out_r[t], rounded to float32 and then to the
+ * dtype (without weights: a copy). Besides, grad_recv_weights[s] = <grad_out_r[t], expert_out[s]>. It is summed as acc[h
+ * mod 256] = fma(g[h], x[h], acc[h mod 256]) with h ascending, then by adding adjacent pairs until one is left. Pad rows
+ * become zero. Rows at or above offsets[E_l] are not touched. */
 EPX_API epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args);
 
 /** Arguments of epx_dispatch_bwd(). */
@@ -784,26 +775,29 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
 
 /** @defgroup rank_major The rank-major layout
  *
- * A rank receives each token once, however many of its experts the token goes to, in an array [P, M, H] by source rank. There
- * is no prepare and no exchange before the rows: epx_dispatch_rank_major makes the plan, and writes it into handle memory for
- * the three other calls. The caller sorts the rows by expert and sums the experts' rows of a token himself, for instance by
- * epx_moe.h's local permutation.
+ * A rank receives each token once, however many of its experts the token goes to, in an array [P, M, H] by source rank.
+ * There is no prepare and no exchange before the rows: epx_dispatch_rank_major makes the plan, and writes it into handle
+ * memory for the three other calls. The caller sorts the rows by expert and sums the experts' rows of a token himself,
+ * for instance by epx_moe.h's local permutation.
  *
  * *Row* i of source rank r is r's i-th token, in ascending order, that has a route to this rank. A row is *kept* when it is
- * below M; the routes of the others are dropped, whatever the group's overflow policy is, and this rank reports them
- * (EPX_EVENT_TOO_FEW_ROWS). epx_dispatch_rank_major alone reports them: the later calls with its handle memory do not. M >= 0
- * is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is never too few. The receive
- * capacity R drops nothing here, but rows pass through staging of its size: P * min(M, max_tokens_per_rank) * K must not
- * exceed R, which it never does where R is the default (INVALID_ARGUMENT). On GPUs the dispatch takes the low-latency path
- * where NVLink connects all ranks and min(M, max_tokens_per_rank) is at most a limit of the group, and the high-throughput
- * path otherwise, however few the tokens are: for few tokens, choose a small M. The limit is min(512, 2048 / P), and less for
- * long rows, a large max_top_k, or where a rank has fewer than 80 SMs for the call.
+ * below M. The routes of the others are dropped, whatever the group's overflow policy is, and this rank reports them
+ * (EPX_EVENT_TOO_FEW_ROWS). epx_dispatch_rank_major alone reports them: the later calls with its handle memory do not.
+ *
+ * M >= 0 is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is never too few. The
+ * receive capacity R drops nothing here, but rows pass through staging of its size: P * min(M, max_tokens_per_rank) * K
+ * must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
+ *
+ * On GPUs the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at
+ * most a limit of the group. It takes the high-throughput path otherwise, however few the tokens are: for few tokens,
+ * choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
+ * than 80 SMs for the call.
  *
  * The calls are collective, with the conventions and errors of the other operations (see there). The dtypes of topk_idx,
- * recv_topk_idx and counts may differ between ranks, and from each other. A group of several nodes refuses them (UNSUPPORTED;
- * the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there are no zones. Handle memory
- * has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there; that of epx_prepare, or
- * that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
+ * recv_topk_idx and counts may differ between ranks, and from each other. A group of several nodes refuses them
+ * (UNSUPPORTED; the message has the bytes of staging that they would take). layer.alignment is 0 or 1, as there are no
+ * zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there;
+ * that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
  * @{ */
 
 /** Arguments of epx_dispatch_rank_major(). The smallest struct_size is 96. */
@@ -816,18 +810,18 @@ typedef struct epx_dispatch_rank_major_args {
   const epx_tensor* tokens;       /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
   const epx_tensor* topk_idx;     /**< [in]  [T, K] INT32 or INT64, as in epx_prepare_args */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] FLOAT32 */
-  const epx_tensor* recv_tokens;  /**< [out] [P, M, H], dtype of tokens; a sidecar [P, M, sidecar_row_bytes] of the same row
-                                        bytes iff tokens has one */
-  const epx_tensor*
-      recv_topk_idx; /**< [out] [P, M, K] INT32 or INT64: the local expert, 0..E_l - 1, of each route to this rank;
-                                        -1 for each k whose route is masked or goes to another rank */
+  /** [out] [P, M, H], dtype of tokens; a sidecar [P, M, sidecar_row_bytes] of the same row bytes iff tokens has one. */
+  const epx_tensor* recv_tokens;
+  /** [out] [P, M, K] INT32 or INT64: the local expert, 0..E_l - 1, of each route to this rank; -1 for each k whose route is
+   * masked or goes to another rank. */
+  const epx_tensor* recv_topk_idx;
   const epx_tensor* recv_weights; /**< [out] [P, M, K] FLOAT32, iff topk_weights is given: 0 where recv_topk_idx is -1 */
   const epx_tensor* counts;       /**< [out] [P] INT32 or INT64: kept rows of each source rank */
 } epx_dispatch_rank_major_args;
 
-/** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit; its sidecar likewise. recv_topk_idx and
- * recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which weights. Duplicate experts of a
- * token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
+/** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit, with its sidecar. recv_topk_idx
+ * and recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which weights. Duplicate
+ * experts of a token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
 EPX_API epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args);
 
 /** Arguments of epx_combine_rank_major(). The smallest struct_size is 56. */
@@ -837,15 +831,15 @@ typedef struct epx_combine_rank_major_args {
   const void* handle_mem;
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor*
-      expert_out;        /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum of the experts' rows of each row */
-  const epx_tensor* out; /**< [out] [T, H], dtype of expert_out */
+  const epx_tensor* expert_out; /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum of each row's experts' rows */
+  const epx_tensor* out;        /**< [out] [T, H], dtype of expert_out */
 } epx_combine_rank_major_args;
 
-/** out[t] = the sum of token t's kept rows over the ranks in ascending order, in float32 by the rules above, rounded once. That
- * is what epx_combine yields in precision `wire` if the caller has summed a row's experts by fma in k order from +0 in float32,
- * and rounded once. A token without a kept row gets zero. Rows at or beyond counts are never read. Errors: besides,
- * INVALID_ARGUMENT in a group of precision `exact`, whose results do not depend on the number of ranks. */
+/** out[t] = the sum of token t's kept rows over the ranks in ascending order, in float32 by the rules above, rounded
+ * once. That is what epx_combine yields in precision `wire` if the caller has summed a row's experts by fma in k order
+ * from +0 in float32, and rounded once. A token without a kept row gets zero. Rows at or beyond counts are never read.
+ * Errors: besides, INVALID_ARGUMENT in a group of precision `exact`, whose results do not depend on the number of
+ * ranks. */
 EPX_API epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args);
 
 /** Arguments of epx_combine_rank_major_bwd(). The smallest struct_size is 56. */
@@ -859,8 +853,8 @@ typedef struct epx_combine_rank_major_bwd_args {
   const epx_tensor* grad_expert_out; /**< [out] [P, M, H], dtype of grad_out */
 } epx_combine_rank_major_bwd_args;
 
-/** grad_expert_out[r, i] = grad_out_r[t] for kept row i of r, which is token t, bit for bit. The rows of a rank that took part
- * without routes become zero. Rows at or beyond counts are not touched. */
+/** grad_expert_out[r, i] = grad_out_r[t] for kept row i of r, which is token t, bit for bit. The rows of a rank that took
+ * part without routes become zero. Rows at or beyond counts are not touched. */
 EPX_API epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args);
 
 /** Arguments of epx_dispatch_rank_major_bwd(). The smallest struct_size is 72. */

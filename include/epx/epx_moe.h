@@ -3,31 +3,33 @@
  * Expert compute around epx: router, local permutation, grouped FFN, and the MoE block made of them. The public C API (C11)
  * of libepx_moe, which uses nothing of epx but epx.h. Every piece can be used alone.
  *
- * Symbols: T tokens, E experts, K = top_k, H hidden size, F size of the FFN's inner layer, E_l experts of this rank, N rows
- * of the expert side (slots), P ranks.
+ * Symbols: T tokens, E experts, K = top_k, H hidden size, F size of the FFN's inner layer. E_l are the experts of this
+ * rank, N the rows of the expert side (slots), P the ranks.
  *
  * ## Conventions, beyond those of epx.h
  * - Functions other than epx_moe_block_* and epx_moe_arena_* are local: no rank communicates. They keep no state and may be
  *   called from any thread.
- * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it returns.
- *   Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
- *   refused), and the call is enqueued on cuda->stream: it allocates nothing, does not wait for the device, and can be
- *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels; those of a block are
- *   loaded when it is created.
- *   Where the build has no CUDA, the machine no GPU, or the GPU a compute capability below 9.0, it is refused (UNSUPPORTED).
- *   Where a block computes is not the call's choice: see epx_moe_block_create().
+ * - With `cuda` NULL, tensors are host memory, and the call computes on the calling thread and has finished when it
+ *   returns.
+ * - Else tensors are memory of the calling thread's current CUDA device (managed memory is fine, pinned host memory is
+ *   refused). The call is enqueued on cuda->stream. It allocates nothing, does not wait for the device, and can be
+ *   captured in a CUDA graph. The first call of a kind may have to wait while CUDA loads its kernels; those of a block
+ *   are loaded when it is created. Where the build has no CUDA, the machine no GPU, or the GPU a compute capability below
+ *   9.0, the call is refused (UNSUPPORTED). Where a block computes is not the call's choice: see epx_moe_block_create().
  * - "real" below means FLOAT32 or FLOAT64, the same one for all tensors of a call that are called real. Computation is in
  *   that type. FLOAT64 is there to check gradients. On CUDA real is FLOAT32, and a comment says what else a tensor may be
  *   there; computation is in FLOAT32.
- * - Determinism: a call's result depends on its arguments alone (on one kind of processor or GPU, however many SMs it has), and
- *   what the FFN makes of a row does not depend on which other rows are there, so it has the same bits for every number of
- *   ranks. The local permutation has the same bits on the host and on CUDA.
- * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL means
- *   "not wanted".
- * - Unlike epx.h this header may still change; CHANGELOG.md says how.
- * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process; outputs
- *   may be partly written); epx_last_error() has the sentence. The host looks at all data before it writes. On CUDA bad data is
- *   no error of the call: see epx_moe_errors. What CUDA itself refuses is SYSTEM.
+ * - Determinism: a call's result depends on its arguments alone, on one kind of processor or GPU, however many SMs it
+ *   has. What the FFN makes of a row does not depend on which other rows are there, so it has the same bits for every
+ *   number of ranks. The local permutation has the same bits on the host and on CUDA.
+ * - Output tensors overlap no other tensor of the call, which is not checked here. Where a comment says optional, NULL
+ *   means "not wanted".
+ * - struct_size and the _destroy functions follow epx.h. Unlike epx.h, this header may still change; CHANGELOG.md says
+ *   how. Until 1.0 the library takes exactly the struct_size that it was built with, and refuses another. Build against
+ *   the header of the library that is loaded. The _init functions are told the size.
+ * - Errors: INVALID_ARGUMENT (refused; nothing was written) unless said otherwise, and OUT_OF_MEMORY (of this process;
+ *   outputs may be partly written); epx_last_error() has the sentence. The host looks at all data before it writes. On
+ *   CUDA bad data is no error of the call: see epx_moe_errors. What CUDA itself refuses is SYSTEM.
  */
 #ifndef EPX_EPX_MOE_H_
 #define EPX_EPX_MOE_H_
@@ -41,20 +43,22 @@ extern "C" {
 /** @defgroup moe_cuda CUDA
  * @{ */
 
-/** What calls on a GPU saw in their data, where the host cannot look without waiting for the device: a record in host memory
- * that kernels write. Whatever the data is, a kernel writes nothing beyond the tensors of its call, and ends. */
+/** What calls on a GPU saw in their data, where the host cannot look without waiting for the device: a record in host
+ * memory that kernels write. Whatever the data is, a kernel writes nothing beyond the tensors of its call, and ends. */
 typedef struct epx_moe_errors_s* epx_moe_errors;
 
 /** Where a call runs on a GPU: the calling thread's current device. Every args struct has a pointer to it. */
 typedef struct epx_moe_cuda {
   size_t struct_size; /**< sizeof(epx_moe_cuda) */
   epx_stream stream;  /**< a cudaStream_t of the device; NULL: the default stream */
-  void* workspace;    /**< [scratch] memory of the device, aligned to 256 bytes; may be NULL where a call needs none. Calls
-                             that may run at the same time need one each. Its content does not matter, before and after */
+  /** [scratch] Memory of the device, aligned to 256 bytes; may be NULL where a call needs none. Calls that may run at the
+   * same time need one each. Its content does not matter, before and after. */
+  void* workspace;
   size_t workspace_bytes; /**< at least what the epx_moe_..._workspace of the call says */
   epx_moe_errors errors;  /**< [optional] where the call reports bad data; NULL: nowhere */
-  int32_t num_sms;   /**< the most SMs that the call's kernels are made for, to leave the others to kernels beside them;
-                             0: all. Results do not depend on it. The FFN takes two at least where it uses tensor cores */
+  /** The most SMs that the call's kernels are made for, to leave the others to kernels beside them; 0: all. Results do not
+   * depend on it. The FFN takes two at least where it uses tensor cores. */
+  int32_t num_sms;
   int32_t reserved0; /**< 0 */
 } epx_moe_cuda;
 
@@ -74,17 +78,18 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
 } epx_moe_op;
 
 /** What an error is, with the values that the report has, and what the call does about it.
- * - EXPERT: topk_idx[i, j] = value is no expert, or is -1 beside experts. epx_moe_row_map takes it for -1; the router's calls
- *   take the token for a masked one.
- * - DUPLICATE_EXPERT: topk_idx[i, j] = value, as an entry of the token before it; the router's calls take the token for masked.
+ * - EXPERT: topk_idx[i, j] = value is no expert, or is -1 beside experts. epx_moe_row_map takes it for -1; the router's
+ *   calls take the token for a masked one.
+ * - DUPLICATE_EXPERT: topk_idx[i, j] = value, as an entry of the token before it; the router's calls take the token for a
+ *   masked one.
  * - ROW: row_map[i, j] = value is no row, and is taken for -1.
  * - DUPLICATE_ROW: row_map[i, j] = value, as a route before it, and is taken for -1. Only epx_moe_permute and
  *   epx_moe_unpermute_bwd see it; in the other two calls both routes read the row.
  * - COUNT: global_counts[i, j] = value is negative, and is taken for 0.
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
- * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not fit
- *   its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the rows
- *   that they share hold the output of any of them. */
+ * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
+ *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
+ *   rows that they share hold the output of any of them. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -104,21 +109,21 @@ typedef struct epx_moe_errors_report {
   epx_moe_op op;           /**< of the first error, as all below; of several in one call, any may be the first */
   epx_moe_error_kind kind; /**< what the error is */
   int64_t i;               /**< where in the tensor that the kind names; 0 with ROWS_NEEDED */
-  int64_t j;               /**< likewise; 0 where the tensor has one dimension */
+  int64_t j;               /**< the second index; 0 where the tensor has one dimension */
   int64_t value;           /**< what is there */
-  int64_t limit;     /**< EXPERT: num_experts; ROW, OFFSET: the number of rows; ZONE_COUNT: those of the zone; else 0 */
-  char message[256]; /**< the error in one sentence */
+  int64_t limit;           /**< EXPERT: num_experts; ROW, OFFSET: the rows; ZONE_COUNT: rows of the zone; else 0 */
+  char message[256];       /**< the error in one sentence */
 } epx_moe_errors_report;
 
 /** Creates a record, for calls on any device, of which one at a time uses it. Allocates and may synchronise.
  * Errors: UNSUPPORTED (no CUDA in this build, or no GPU); OUT_OF_MEMORY; SYSTEM. */
 EPX_API epx_status epx_moe_errors_create(epx_moe_errors* errors);
 
-/** Frees the record; no call that was given it may still be running. Accepts NULL. */
-EPX_API epx_status epx_moe_errors_destroy(epx_moe_errors errors);
+/** Frees the record; no call that was given it may still be running. Local. Accepts NULL. */
+EPX_API void epx_moe_errors_destroy(epx_moe_errors errors);
 
-/** Reads the record, without synchronising: after the stream has been synchronised it has what the calls saw. Any thread may
- * call it at any time. */
+/** Reads the record, without synchronising: after the stream has been synchronised it has what the calls saw. Any thread
+ * may call it at any time. */
 EPX_API epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_report* report);
 
 /** @} */
@@ -130,8 +135,9 @@ EPX_API epx_status epx_moe_errors_read(epx_moe_errors errors, epx_moe_errors_rep
 typedef enum epx_moe_score EPX_ENUM_INT32 {
   EPX_MOE_TOPK_THEN_SOFTMAX = 0, /**< select by logit; weights are the softmax over the selected logits (Mixtral) */
   EPX_MOE_SOFTMAX_THEN_TOPK = 1, /**< softmax over all experts, then select (Switch, DeepSeek-V2) */
-  EPX_MOE_SIGMOID = 2            /**< sigmoid of each logit (DeepSeek-V3). It is 0 below -88.7 (FLOAT64: -709.8), so that
-                                      selection takes such experts as equal; shares of them are right all the same */
+  /** Sigmoid of each logit (DeepSeek-V3). It is 0 below -88.7 (FLOAT64: -709.8), so that selection takes such experts as
+   * equal; shares of them are right all the same. */
+  EPX_MOE_SIGMOID = 2
 } epx_moe_score;
 
 /** How a router selects experts, and weighs them. */
@@ -140,42 +146,44 @@ typedef struct epx_moe_router_config {
   int32_t num_experts; /**< E >= 1; required */
   int32_t top_k;       /**< K, 1..E; required */
   epx_moe_score score; /**< default TOPK_THEN_SOFTMAX */
-  int32_t num_groups;  /**< > 1: experts are split into this many contiguous groups of equal size, and a token selects only
-                            from the topk_groups groups of the highest scores (see group_score_top_k), ties by the lower
-                            group. Must divide E. Default 1 */
-  int32_t topk_groups; /**< 1..num_groups, and they must have K experts: K <= topk_groups * E / num_groups. Default 1 */
-  int32_t renormalize; /**< 1: the K weights of a token are divided by their sum. They add up to 1 also where the scores
-                            underflow: the shares then come from the logits, and of logits far below 0 those of sigmoids are
-                            those of a softmax. 0 where all K logits are -infinity. No effect on TOPK_THEN_SOFTMAX, whose
-                            weights add up to 1. Default 0 */
-  double scaling_factor;     /**< multiplies the weights, after renormalisation; finite. Default 1 */
-  double aux_loss_coeff;     /**< c of the load-balance loss; finite; 0 (default): no such loss */
-  int32_t group_score_top_k; /**< a group's score is the sum of this many of its best (score + bias), added best first:
-                                  1..E / num_groups. DeepSeek-V2 takes 1, DeepSeek-V3 takes 2, and Hugging Face's code does
-                                  as they do. 0 (default): K / topk_groups, as Megatron takes; topk_groups must then divide K.
-                                  No effect with one group */
-  int32_t reserved0;         /**< 0 */
-  int64_t reserved[3];       /**< 0 */
+  /** > 1: experts are split into this many contiguous groups of equal size. A token selects only from the topk_groups
+   * groups of the highest scores (see group_score_top_k), ties by the lower group. Must divide E. Default 1. */
+  int32_t num_groups;
+  /** 1..num_groups, and they must have K experts: K <= topk_groups * E / num_groups. Default 1. */
+  int32_t topk_groups;
+  /** 1: the K weights of a token are divided by their sum. They add up to 1 also where the scores underflow: the shares
+   * then come from the logits. Of logits far below 0 the shares of sigmoids are those of a softmax. Weights are 0 where
+   * all K logits are -infinity. No effect on TOPK_THEN_SOFTMAX, whose weights add up to 1. Default 0. */
+  int32_t renormalize;
+  double scaling_factor; /**< multiplies the weights, after renormalisation; finite. Default 1 */
+  double aux_loss_coeff; /**< c of the load-balance loss; finite; 0 (default): no such loss */
+  /** A group's score is the sum of this many of its best (score + bias), added best first: 1..E / num_groups. DeepSeek-V2
+   * takes 1, DeepSeek-V3 takes 2, and Hugging Face's code does as they do. 0 (default): K / topk_groups, as Megatron
+   * takes; topk_groups must then divide K. No effect with one group. */
+  int32_t group_score_top_k;
+  int32_t reserved0;   /**< 0 */
+  int64_t reserved[3]; /**< 0 */
 } epx_moe_router_config;
 
-/** Fills in defaults; num_experts and top_k are left 0 and must be set. `struct_size` is sizeof(epx_moe_router_config) of the
- * caller, and so it is in the other two functions of this kind. */
+/** Fills in defaults; num_experts and top_k are left 0 and must be set. `struct_size` is sizeof(epx_moe_router_config) of
+ * the caller; the other _init functions are told it too. */
 EPX_API epx_status epx_moe_router_config_init(epx_moe_router_config* config, size_t struct_size);
 
 /** Arguments of epx_moe_router(). */
 typedef struct epx_moe_router_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
-  const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16); -infinity excludes an expert from weight, but
-                                       not from selection */
+  /** [in] [T, E] real (CUDA: or BFLOAT16); -infinity excludes an expert from weight, but not from selection. */
+  const epx_tensor* logits;
   const epx_tensor* selection_bias; /**< [in, optional] [E] real: added to the scores for selection only */
   const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token, whatever its logits are */
-  const epx_tensor* topk_idx;       /**< [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index;
-                                       all -1 for a token that is masked or bad */
-  const epx_tensor* topk_weights;   /**< [out] [T, K] real; 0 where topk_idx is -1 */
-  const epx_tensor* info; /**< [out, optional] [3] INT64: masked tokens, bad tokens, index of the first bad token or
-                                       -1. A token is bad when its scores, its group scores or its weights are not numbers, as
-                                       they are when a logit or the bias is NaN */
+  /** [out] [T, K] INT32 or INT64: selected experts, best first, ties by the lower index; all -1 for a token that is
+   * masked or bad. */
+  const epx_tensor* topk_idx;
+  const epx_tensor* topk_weights; /**< [out] [T, K] real; 0 where topk_idx is -1 */
+  /** [out, optional] [3] INT64: masked tokens, bad tokens, index of the first bad token or -1. A token is bad when its
+   * scores, its group scores or its weights are not numbers, as they are when a logit or the bias is NaN. */
+  const epx_tensor* info;
 } epx_moe_router_args;
 
 /** Selects top_k experts for each token and weighs them. On CUDA num_groups is at most 1024, and no workspace is needed. */
@@ -188,18 +196,19 @@ typedef struct epx_moe_router_bwd_args {
   const epx_tensor* logits;            /**< [in]  [T, E] real (CUDA: or BFLOAT16), as given to epx_moe_router */
   const epx_tensor* topk_idx;          /**< [in]  [T, K] as it returned them */
   const epx_tensor* grad_topk_weights; /**< [in, optional] [T, K] real; absent: all 0 */
-  const epx_tensor* global_counts;     /**< [in] [P, E] INT32 or INT64: routes from each rank to each expert, as epx_prepare
-                                          returns them; required when aux_loss_coeff is not 0, else NULL */
-  double aux_loss_grad;                /**< gradient of the caller's loss with respect to the load-balance loss; often 1 */
-  const epx_tensor* grad_logits;       /**< [out] [T, E] dtype of logits; 0 for masked and bad tokens. Selection has no
-                                          gradient */
+  /** [in] [P, E] INT32 or INT64: routes from each rank to each expert, as epx_prepare returns them; required when
+   * aux_loss_coeff is not 0, else NULL. */
+  const epx_tensor* global_counts;
+  double aux_loss_grad; /**< gradient of the caller's loss with respect to the load-balance loss; often 1 */
+  /** [out] [T, E] dtype of logits; 0 for masked and bad tokens. Selection has no gradient. */
+  const epx_tensor* grad_logits;
 } epx_moe_router_bwd_args;
 
 /** Gradient of the logits, through the weights and through the load-balance loss. */
 EPX_API epx_status epx_moe_router_bwd(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args);
 
-/** The bytes of workspace that such a call needs on CUDA. This and its like look at shapes only, never at `cuda` or at data,
- * and need no GPU: allocate once for the largest shape. */
+/** The bytes of workspace that the call needs on CUDA. The _workspace functions look at shapes only, never at `cuda` or at
+ * data, and need no GPU: allocate once for the largest shape. */
 EPX_API epx_status epx_moe_router_bwd_workspace(const epx_moe_router_config* config, const epx_moe_router_bwd_args* args,
                                                 size_t* bytes);
 
@@ -213,14 +222,17 @@ typedef struct epx_moe_aux_loss_args {
   const epx_tensor* loss;          /**< [out] [1] FLOAT64: this rank's share; the loss is the sum over the ranks */
 } epx_moe_aux_loss_args;
 
-/** The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not masked:
+/** The load-balance loss of Switch Transformer (arXiv:2101.03961, eq. 4) over the T_g tokens of all ranks that are not
+ * masked:
+ *
  *   aux = E * c / (K * T_g^2) * sum_e (sum_t p[t, e]) * n_e
- * where n_e is the sum of global_counts over the ranks, and T_g = sum_e n_e / K. n_e counts as a constant in the gradient.
- * p is the softmax over all experts. With EPX_MOE_SIGMOID it is the sigmoids divided by their sum, as renormalised weights
- * are: equal logits of any value have p = 1 / E. Without routes (T_g = 0) the loss is 0, and so is its gradient. A rank
- * without tokens, or whose tokens are all masked, has a share of 0. */
+ *
+ * Here n_e is the sum of global_counts over the ranks, and T_g = sum_e n_e / K. n_e counts as a constant in the gradient.
+ * p is the softmax over all experts. With EPX_MOE_SIGMOID it is the sigmoids divided by their sum, as renormalised
+ * weights are: equal logits of any value have p = 1 / E. Without routes (T_g = 0) the loss is 0, and so is its gradient.
+ * A rank without tokens, or whose tokens are all masked, has a share of 0. */
 EPX_API epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const epx_moe_aux_loss_args* args,
                                               size_t* bytes);
 
@@ -233,9 +245,9 @@ typedef struct epx_moe_bias_update_args {
   const epx_tensor* selection_bias; /**< [in, out] [E] real */
 } epx_moe_bias_update_args;
 
-/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). Sums and mean are FLOAT64.
- * The sign is exact while all counts together are below 2^53 (9e15); beyond that, an n_e that FLOAT64 does not tell from the
- * mean counts as equal to it, and its bias stays. No workspace is needed. */
+/** Balances without a loss (arXiv:2408.15664): selection_bias[e] += rate * sign(mean of n - n_e). Sums and mean are
+ * FLOAT64. The sign is exact while all counts together are below 2^53 (9e15); beyond that, an n_e that FLOAT64 does not
+ * tell from the mean counts as equal to it, and its bias stays. No workspace is needed. */
 EPX_API epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args);
 
 /** @} */
@@ -253,15 +265,14 @@ typedef struct epx_moe_row_map_args {
   const epx_tensor* topk_idx; /**< [in]  [T, K] INT32 or INT64: 0..E-1, or -1 for none */
   int32_t alignment;          /**< rows, >= 0; 0 means 1 */
   const epx_tensor* counts;   /**< [out] [E] INT32 or INT64: routes to each expert */
-  const epx_tensor* offsets;  /**< [out] [E + 1], dtype of counts: first row of each zone; the last entry is the rows needed
-                                  */
+  const epx_tensor* offsets;  /**< [out] [E + 1], dtype of counts: first row of each zone; at last the rows needed */
   const epx_tensor* row_map;  /**< [out] [T, K] INT32: row of each route, -1 for none */
 } epx_moe_row_map_args;
 
 /** Sorts routes by expert (stable). E is the size of counts. Errors: INVALID_ARGUMENT, also for an index >= E or < -1, and
  * for more rows than an INT32 can count. */
 EPX_API epx_status epx_moe_row_map(const epx_moe_row_map_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_row_map_workspace(const epx_moe_row_map_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute(). */
@@ -275,10 +286,10 @@ typedef struct epx_moe_permute_args {
   const epx_tensor* row_weights;  /**< [out] [N] dtype of topk_weights, iff those are given */
 } epx_moe_permute_args;
 
-/** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route maps
- * to become zero. */
+/** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route
+ * maps to become zero. */
 EPX_API epx_status epx_moe_permute(const epx_moe_permute_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_permute_workspace(const epx_moe_permute_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_permute_bwd(). */
@@ -300,14 +311,14 @@ typedef struct epx_moe_unpermute_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
   const epx_tensor* row_map; /**< [in]  [T, K] INT32 */
-  const epx_tensor* rows;    /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16); rows that no route maps to are never
-                                     read */
+  const epx_tensor* rows; /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16); rows that no route maps to are not read */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] real; absent: all 1 */
   const epx_tensor* tokens;       /**< [out] [T, H] dtype of rows */
 } epx_moe_unpermute_args;
 
-/** tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]], each step acc = fma(w, x, acc) from +0 in k order, and
- * one rounding to the dtype of tokens: the bits of epx_combine with EPX_COMBINE_EXACT. No workspace is needed. */
+/** tokens[t] = sum over k of topk_weights[t, k] * rows[row_map[t, k]]. Each step is acc = fma(w, x, acc) from +0 in k
+ * order. One rounding to the dtype of tokens follows: the bits of epx_combine with EPX_COMBINE_EXACT. No workspace is
+ * needed. */
 EPX_API epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args);
 
 /** Arguments of epx_moe_unpermute_bwd(). */
@@ -322,10 +333,10 @@ typedef struct epx_moe_unpermute_bwd_args {
   const epx_tensor* grad_topk_weights; /**< [out, optional] [T, K] real; 0 where row_map is -1 */
 } epx_moe_unpermute_bwd_args;
 
-/** grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t], rows[row_map[t,
- * k]]>, summed as epx_combine_bwd sums. */
+/** grad_rows[row_map[t, k]] = topk_weights[t, k] * grad_tokens[t]; grad_topk_weights[t, k] = <grad_tokens[t],
+ * rows[row_map[t, k]]>, summed as epx_combine_bwd sums. */
 EPX_API epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_unpermute_bwd_workspace(const epx_moe_unpermute_bwd_args* args, size_t* bytes);
 
 /** @} */
@@ -377,22 +388,25 @@ typedef struct epx_moe_ffn_args {
   const epx_tensor* recv_tokens;    /**< [in]  [N, H] real (CUDA: or FLOAT16 or BFLOAT16) */
   const epx_tensor* counts;         /**< [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
   const epx_tensor* offsets;        /**< [in]  [E_l + 1], dtype of counts; offsets[E_l] <= N */
-  const epx_tensor* recv_weights;   /**< [in, optional] [N] real: *early* weighting. Row s of the output, its down_bias
-                                       included, is multiplied by recv_weights[s]; combine is then called without weights */
+  /** [in, optional] [N] real: *early* weighting. Row s of the output, its down_bias included, is multiplied by
+   * recv_weights[s]; combine is then called without weights. */
+  const epx_tensor* recv_weights;
   const epx_tensor* expert_out; /**< [out] [N, H] dtype of recv_tokens; only the counts[e] rows of each zone are written */
-  const epx_tensor* pre_act;    /**< [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], dtype of recv_tokens:
-                                     what epx_moe_ffn_bwd needs; rows as in expert_out */
+  /** [out, optional] [N, 2F] (gate, then up) with SWIGLU, else [N, F], dtype of recv_tokens: what epx_moe_ffn_bwd needs;
+   * rows as in expert_out. */
+  const epx_tensor* pre_act;
 } epx_moe_ffn_args;
 
-/** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and rows that
- * are not in use are neither read nor written. On CUDA products are summed in FLOAT32 and what lies between the kernels,
- * pre_act and w_s * h for instance, is rounded to the dtype of recv_tokens.
- * On CUDA with BFLOAT16, and H and F multiples of 8, the rows and weights of both calls (all tensors but counts, offsets,
- * recv_weights, biases and the gradients of these) must be aligned to 16 bytes. A GPU of compute capability 9.0 then multiplies
- * on tensor cores, if the library was built with CUTLASS; which kernels run depends on the dtype, H and F alone (and on N, from
- * 2^31 rows on). */
+/** expert_out[s] = w_s * (down_e h(gate_e x_s, up_e x_s) + down_bias_e) for the rows s of each expert e. Pad rows and
+ * rows that are not in use are neither read nor written. On CUDA products are summed in FLOAT32. What lies between the
+ * kernels, pre_act and w_s * h for instance, is rounded to the dtype of recv_tokens.
+ *
+ * On CUDA with BFLOAT16, and H and F multiples of 8, the rows and weights of both calls must be aligned to 16 bytes.
+ * These are all tensors but counts, offsets, recv_weights, biases and the gradients of these. A GPU of compute capability
+ * 9.0 then multiplies on tensor cores, if the library was built with CUTLASS. Which kernels run depends on the dtype, H
+ * and F alone (and on N, from 2^31 rows on). */
 EPX_API epx_status epx_moe_ffn(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_args* args, size_t* bytes);
 
 /** Arguments of epx_moe_ffn_bwd(). */
@@ -408,17 +422,19 @@ typedef struct epx_moe_ffn_bwd_args {
   const epx_tensor* grad_expert_out;   /**< [in]  [N, H] dtype of recv_tokens */
   const epx_tensor* grad_recv;         /**< [out] [N, H] dtype of recv_tokens; rows as in expert_out */
   const epx_tensor* grad_recv_weights; /**< [out, optional] [N] real; only with recv_weights; rows as in expert_out */
-  const epx_moe_ffn_params* grads; /**< [out] of any of params' tensors, stacked or separate whatever params are; those that
-                                        are NULL are not wanted; NULL: none is */
-  int32_t accumulate; /**< 1: adds to grads (CUDA: all FLOAT32); 0: overwrites them, with zero for an expert without
-                                        rows */
+  /** [out] of any of params' tensors, stacked or separate whatever params are. Those that are NULL are not wanted; NULL:
+   * none is.
+   */
+  const epx_moe_ffn_params* grads;
+  /** 1: adds to grads (CUDA: all FLOAT32); 0: overwrites them, with zero for an expert without rows. */
+  int32_t accumulate;
 } epx_moe_ffn_bwd_args;
 
-/** Gradients of parameters are summed in an order that depends only on a row's place in its zone, so that they have the
- * same bits for every number of ranks; in row order, except on tensor cores. On CUDA
- * grad_recv is rounded twice where gate and up are separate tensors, since their two products are added in its dtype. */
+/** Gradients of parameters are summed in an order that depends only on a row's place in its zone: in row order, except on
+ * tensor cores. So they have the same bits for every number of ranks. On CUDA grad_recv is rounded twice where gate and
+ * up are separate tensors, since their two products are added in its dtype. */
 EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args);
-/** The bytes of workspace that such a call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args,
                                              size_t* bytes);
 
@@ -426,13 +442,15 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
 
 /** @defgroup block Block
  *
- * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. Parameters are the caller's.
- * What has to be kept between a forward and its backward is a *flight*, in an arena that the blocks of a group may share. An
- * arena and its blocks are used by one thread at a time, as the group is. On a GPU calls of the blocks of an arena on different
- * streams run in the order in which they were made, and a call that a capture keeps from being ordered is refused, as with the
- * calls of a group (epx.h, Conventions). Calls that are captured in a graph are left out of that order too: a captured forward
- * counts as its flight's forward from the capture on, but fills the flight when the graph is replayed, and the caller orders
- * the replays and the other calls of the flight.
+ * router -> prepare -> dispatch -> FFN -> combine, forward and backward: one object per layer. Parameters are the
+ * caller's. What has to be kept between a forward and its backward is a *flight*, in an arena that the blocks of a group
+ * may share. An arena and its blocks are used by one thread at a time, as the group is.
+ *
+ * On a GPU calls of the blocks of an arena on different streams run in the order in which they were made. A call that a
+ * capture keeps from being ordered is refused, as with the calls of a group (docs/api.md, "Streams and captures"). Calls
+ * that are captured in a graph are left out of that order too. A captured forward counts as its flight's forward from the
+ * capture on, but fills the flight when the graph is replayed. The caller orders the replays and the other calls of the
+ * flight.
  * @{ */
 
 /** An MoE layer. */
@@ -447,23 +465,26 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
-/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed to.
- * Ranks of a group agree on every field, those of `router` and `ffn` too, except ffn->num_local_experts, max_tokens_per_rank and
- * recompute. */
+/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed
+ * to. Ranks of a group agree on every field, those of `router` and `ffn` too, except ffn->num_local_experts,
+ * max_tokens_per_rank and recompute. */
 typedef struct epx_moe_block_config {
   size_t struct_size;                  /**< set by epx_moe_block_config_init */
   const epx_moe_router_config* router; /**< required; num_experts must be the group's */
   const epx_moe_ffn_config* ffn;       /**< required; num_local_experts is not used: the group has it */
-  epx_moe_arena arena; /**< shared memory, of the same group, into which the block fits (epx_moe_arena_config); must outlive
-                            the block. NULL: the block has its own */
-  epx_dtype dtype;     /**< of the tokens, the parameters and the experts' products. FLOAT32 (default); with a group on GPUs
-                                    also BFLOAT16 or FLOAT16, without a group also FLOAT64 */
+  /** Shared memory, of the same group, into which the block fits (epx_moe_arena_config); must outlive the block. NULL:
+   * the block has its own. */
+  epx_moe_arena arena;
+  /** Of the tokens, the parameters and the experts' products. FLOAT32 (default); with a group on GPUs also BFLOAT16 or
+   * FLOAT16, without a group also FLOAT64. */
+  epx_dtype dtype;
   epx_moe_weighting weighting; /**< default LATE */
   int32_t alignment;           /**< of the layer, rows; default 1 */
   int32_t max_in_flight;       /**< the flights of the block's own arena, >= 1; with a shared one: ignored. Default 1 */
   int32_t max_tokens_per_rank; /**< without a group: the largest T, required; with one: ignored, the group has it */
-  int32_t recompute;   /**< 1: a flight does not keep pre_act; the backward computes it again from the rows received.
-                                    The results have the same bits, and ranks may differ in it. Default 0 */
+  /** 1: a flight does not keep pre_act; the backward computes it again from the rows received. The results have the same
+   * bits, and ranks may differ in it. Default 0. */
+  int32_t recompute;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 
@@ -472,43 +493,47 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_
 
 /** What an arena is created for. Ranks agree on every field, and on those of `block` as for a block.
  *
- * Another block of the group fits into the arena where it needs, with the arena's max_rows in the place of R, no more than
- * `block` of each of these four kinds of memory, in bytes:
- * - rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out;
- * - rows that peers reach for all flights: the gradients of these three, whatever the weighting;
- * - memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1;
- * - workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the calls.
+ * Another block of the group fits into the arena where it needs no more than `block` of each of four kinds of memory, in
+ * bytes. The arena's max_rows takes the place of R there. The four kinds:
+ * - Rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out.
+ * - Rows that peers reach for all flights: the gradients of these three, whatever the weighting.
+ * - Memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1.
+ * - Workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the
+ *   calls.
  *
- * The FFN's inner rows have 2F elements with SWIGLU, else F. So dtype, H, F, K, activation, weighting and recompute decide.
- * Score, alignment and the like do not matter, except that a load-balance loss needs a little workspace on a GPU. Kinds do not
- * stand in for each other: an arena for a block that recomputes takes none that does not, nor the other way round. */
+ * The FFN's inner rows have 2F elements with SWIGLU, else F. So dtype, H, F, K, activation, weighting and recompute
+ * decide. Score, alignment and the like do not matter, except that a load-balance loss needs a little workspace on a GPU.
+ * Kinds do not stand in for each other: an arena for a block that recomputes takes none that does not, nor the other way
+ * round. */
 typedef struct epx_moe_arena_config {
   size_t struct_size;                /**< set by epx_moe_arena_config_init */
   const epx_moe_block_config* block; /**< required: a block that fits; its arena and max_in_flight are ignored */
-  int32_t num_flights; /**< forwards, of all blocks together, whose backward is still to come; >= 1; default 1 */
-  int32_t reserved0;   /**< 0 */
-  int64_t max_rows; /**< the most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose
-                            slot lies beyond is dropped, and the group's status reports it in each operation that moves
-                            rows (EPX_EVENT_TOO_FEW_ROWS). Without a group: 0 */
+  /** Forwards, of all blocks together, whose backward is still to come; >= 1; default 1. */
+  int32_t num_flights;
+  int32_t reserved0; /**< 0 */
+  /** The most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose slot lies beyond
+   * is dropped. The group's status reports it in each operation that moves rows (EPX_EVENT_TOO_FEW_ROWS). Without a
+   * group: 0. */
+  int64_t max_rows;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_arena_config;
 
 /** Fills in defaults. */
 EPX_API epx_status epx_moe_arena_config_init(epx_moe_arena_config* config, size_t struct_size);
 
-/** Creates an arena. Collective over the group, which must outlive it; with group = NULL for local blocks. The rows that peers
- * reach lie in memory from epx_mem_alloc, the rest in memory of this process or of the group's GPU. Errors: as
+/** Creates an arena. Collective over the group, which must outlive it; with group = NULL for local blocks. The rows that
+ * peers reach lie in memory from epx_mem_alloc, the rest in memory of this process or of the group's GPU. Errors: as
  * epx_moe_block_create without an arena. */
 EPX_API epx_status epx_moe_arena_create(epx_group group, const epx_moe_arena_config* config, epx_moe_arena* arena);
 
-/** Frees the arena, also where it returns an error. The blocks that use it are destroyed before. Collective over the arena's
- * group, if it has one that has not failed. Accepts NULL. Errors: those of epx_mem_free. */
+/** Frees the arena, also where it returns an error. The blocks that use it are destroyed before. Collective over the
+ * arena's group, if it has one that has not failed. Accepts NULL. Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_arena_destroy(epx_moe_arena arena);
 
-/** As epx_moe_arena_destroy, but local: the memory that peers reach stays the group's, which frees it when it is destroyed. So
- * one rank may call it alone, at any time when no call of the arena is under way on the host, also after epx_group_destroy; for
- * finalizers of languages that collect garbage, and for programs that end by a failure. On a GPU it waits for all work on the
- * device. Accepts NULL. */
+/** As epx_moe_arena_destroy, but local: the memory that peers reach stays the group's, which frees it when it is
+ * destroyed. One rank may call it alone, also after epx_group_destroy, when no call of the arena is under way on the
+ * host. It is for destructors, for finalizers of languages that collect garbage, and for programs that end by a failure.
+ * On a GPU it waits for all work on the device. Accepts NULL. */
 EPX_API void epx_moe_arena_destroy_local(epx_moe_arena arena);
 
 /** The bytes that an arena has. */
@@ -526,36 +551,40 @@ typedef struct epx_moe_arena_info {
 /** Tells the bytes of an arena. Local. */
 EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* info);
 
-/** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, it computes on the
- * host, and the results have the bits of a group with EPX_COMBINE_EXACT. Otherwise the group must offer the dtype and outlive
- * the block; with the host transport the block computes on the host, else on the group's GPU, which must be the calling
- * thread's current device in each call. Without an arena the block gets one of its own. Collective over the group, with an
- * arena too, since the ranks compare their options (by epx_group_all_gather).
- * Errors:
- * - on this rank alone, before the group makes a call: INVALID_ARGUMENT (a config is NULL or has another struct_size);
- * - on all ranks alike, and the group lives on: MISMATCH (an option differs between ranks; the message names it, two ranks and
- *   their values), INVALID_ARGUMENT (the config; it does not fit the group or the arena), UNSUPPORTED (a group on GPUs in a
- *   build without CUDA), SYSTEM, OUT_OF_MEMORY (of memory that peers reach). What one rank alone finds fails on the others
- *   with its number;
- * - OUT_OF_MEMORY of this process or GPU: the group is aborted, since its other ranks may have the block already;
- * - sticky: those of epx_mem_alloc. */
+/** Creates the layer. With group = NULL it is local: all experts are on this rank, nothing is exchanged, it computes on
+ * the host, and the results have the bits of a group with EPX_COMBINE_EXACT. Otherwise the group must offer the dtype and
+ * outlive the block. With the host transport the block computes on the host. Else it computes on the group's GPU, which
+ * must be the calling thread's current device in each call. Without an arena the block gets one of its own. Collective
+ * over the group, with an arena too, since the ranks compare their options (by epx_group_all_gather).
+ *
+ * Errors on this rank alone, before the group makes a call: INVALID_ARGUMENT (a config is NULL or has another struct_size).
+ *
+ * Errors on all ranks alike, and the group lives on; what one rank alone finds fails on the others with its number:
+ * - MISMATCH: an option differs between ranks. The message names it, two ranks and their values.
+ * - INVALID_ARGUMENT: the config; it does not fit the group or the arena.
+ * - UNSUPPORTED: a group on GPUs in a build without CUDA.
+ * - SYSTEM.
+ * - OUT_OF_MEMORY of memory that peers reach.
+ *
+ * OUT_OF_MEMORY of this process or GPU: the group is aborted, since its other ranks may have the block already. Sticky
+ * errors: those of epx_mem_alloc. */
 EPX_API epx_status epx_moe_block_create(epx_group group, const epx_moe_block_config* config, epx_moe_block* block);
 
-/** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have ended
- * there. Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL. Errors: those of
- * epx_mem_free. */
+/** Frees the block, also where it returns an error; before its arena and its group, and on a GPU after its calls have
+ * ended there. Collective over the group if it has an arena of its own, unless the group has failed. Accepts NULL.
+ * Errors: those of epx_mem_free. */
 EPX_API epx_status epx_moe_block_destroy(epx_moe_block block);
 
-/** As epx_moe_block_destroy, but local, as epx_moe_arena_destroy_local is. A block whose arena is shared goes before the arena.
- * Accepts NULL. */
+/** As epx_moe_block_destroy, but local, as epx_moe_arena_destroy_local is. A block whose arena is shared goes before the
+ * arena. Accepts NULL. */
 EPX_API void epx_moe_block_destroy_local(epx_moe_block block);
 
 /** Arguments of epx_moe_block_fwd(). Tensors are memory of the host, or of the group's GPU where it has one. */
 typedef struct epx_moe_block_fwd_args {
   size_t struct_size;
-  const epx_moe_cuda* cuda; /**< required iff the block computes on a GPU. Its workspace is not used: the arena has one.
-                                 Where cuda->errors is NULL, bad data that the device finds is recorded in the block's own
-                                 record: epx_moe_block_errors() */
+  /** Required iff the block computes on a GPU. Its workspace is not used: the arena has one. Where cuda->errors is NULL,
+   * bad data that the device finds is recorded in the block's own record: epx_moe_block_errors(). */
+  const epx_moe_cuda* cuda;
   int32_t flight; /**< 0..num_flights of the arena - 1: where to keep what backward needs; overwrites what was there */
   const epx_tensor* tokens; /**< [in]  [T, H] dtype of the block */
   const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16): the gate's, router_weight * token for instance */
@@ -569,11 +598,11 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens are treated as masked ones */
 } epx_moe_block_fwd_args;
 
-/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates no memory there, does not wait for the
- * device, and can be captured in a CUDA graph. Errors: INVALID_ARGUMENT and UNSUPPORTED: the call can be made again, and the
- * flight is as before; but when the group refuses its part of the call, the flight has no forward any more. Those of the five
- * operations of epx.h. SYSTEM and OUT_OF_MEMORY: the group is aborted, since its other ranks would wait for this one, unless
- * the call was being captured. epx_group_status reports routes that the group drops. */
+/** Collective. Enqueued on cuda->stream, where the block computes on a GPU: it allocates no memory there, does not wait
+ * for the device, and can be captured in a CUDA graph. Errors: INVALID_ARGUMENT and UNSUPPORTED: the call can be made
+ * again, and the flight is as before; but when the group refuses its part of the call, the flight has no forward any
+ * more. Those of the five operations of epx.h. SYSTEM and OUT_OF_MEMORY: the group is aborted, since its other ranks
+ * would wait for this one, unless the call was being captured. epx_group_status reports routes that the group drops. */
 EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fwd_args* args);
 
 /** Arguments of epx_moe_block_bwd(). */
@@ -584,11 +613,12 @@ typedef struct epx_moe_block_bwd_args {
   const epx_moe_ffn_params* params; /**< [in] */
   const epx_tensor* grad_out;       /**< [in]  [T, H] dtype of the block */
   double aux_loss_grad;             /**< as in epx_moe_router_bwd */
-  const epx_tensor* grad_tokens;    /**< [out] [T, H] dtype of the block: the gradient through the experts only; the caller
-                                         adds the gradient through the logits */
-  const epx_tensor* grad_logits;    /**< [out] [T, E] dtype of the forward's logits */
-  const epx_moe_ffn_params* grads;  /**< [out] as in epx_moe_ffn_bwd */
-  int32_t accumulate;               /**< as in epx_moe_ffn_bwd */
+  /** [out] [T, H] dtype of the block: the gradient through the experts only; the caller adds the gradient through the
+   * logits. */
+  const epx_tensor* grad_tokens;
+  const epx_tensor* grad_logits;   /**< [out] [T, E] dtype of the forward's logits */
+  const epx_moe_ffn_params* grads; /**< [out] as in epx_moe_ffn_bwd */
+  int32_t accumulate;              /**< as in epx_moe_ffn_bwd */
 } epx_moe_block_bwd_args;
 
 /** Collective. Needs a forward of this block in the same flight; may be repeated. Errors: as epx_moe_block_fwd. */

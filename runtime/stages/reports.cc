@@ -200,7 +200,7 @@ Failure host_call_failure(CallName call, epx_status status, const std::string& w
 std::string kernel_words(CulpritKernel kernel, int culprit, epx_operation operation) {
   constexpr const char* kHeld =
       "kernels of other libraries that wait for peers may hold its SMs (see \"Beside other kernels\" "
-      "in epx.h)";
+      "in docs/api.md)";
   switch (kernel) {
   case CulpritKernel::none:
     break;

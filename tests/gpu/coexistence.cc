@@ -1,9 +1,8 @@
-// SPDX-License-Identifier: Apache-2.0
-// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N]
-// Runs epx beside kernels of others that wait for peers too, and tests the guarantee of epx.h, "Beside other kernels". In each
-// round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each round ends
-// soon, with right results; outside it every rank reports the cause soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes
-// from the environment.
+// SPDX-License-Identifier: Apache-2.0 coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N] Runs epx
+// beside kernels of others that wait for peers too, and tests the guarantee of docs/api.md, "Beside other kernels". In
+// each round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each
+// round ends soon, with right results; outside it every rank reports the cause soon after timeout_ms.
+// CUDA_DEVICE_MAX_CONNECTIONS comes from the environment.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -173,8 +172,8 @@ void test_two_groups(const RankContext& context, const Options& options) {
   context.gather(0);
 }
 
-// Outside the guarantee: two groups take all SMs each, and odd ranks call them in the other order. Each rank's kernel of one
-// group waits for peers, whose kernels of that group never begin.
+// Outside the guarantee: two groups take all SMs each, and odd ranks call them in the other order. Each rank's kernel of
+// one group waits for peers, whose kernels of that group never begin.
 void test_groups_that_do_not_fit(const RankContext& context) {
   constexpr int kAllSms = 1 << 20;
   Layer first(context, kAllSms, kShortMs), second(context, kAllSms, kShortMs);
