@@ -532,7 +532,7 @@ EPX_API epx_status epx_group_status(epx_group group, epx_group_report* report);
 /** Allocates `bytes` (> 0, the same on all ranks) of memory that peers can reach. *ptr is aligned to 256 bytes and its
  * contents are zero.
  *
- * dispatch and combine_bwd write receive tensors that lie in it in place, but on GPUs not where staging is faster.
+ * dispatch and combine_bwd write receive tensors in place where they lie in it, but on GPUs not where staging is faster.
  * combine and dispatch_bwd may read them in place (on the host transport: when those of all ranks, weights included, lie
  * in it). Others are staged, with the same result. The same holds for rank-major calls.
  *

@@ -70,9 +70,8 @@ private:
   const char* function_;
 };
 
-// Throws Error with this thread's epx_last_error() unless `status` is EPX_SUCCESS. For C functions that have no member
-// here, as those of epx_moe.h: their blocks have no owner either, since freeing one is collective, and no destructor can do
-// that.
+// Throws Error with this thread's epx_last_error() unless `status` is EPX_SUCCESS. For C functions that have no member here
+// or in epx_moe.hpp.
 inline void require_success(epx_status status, const char* function) {
   if (status != EPX_SUCCESS) throw Error(status, epx_last_error(), function);
 }

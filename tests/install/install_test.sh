@@ -65,6 +65,10 @@ if [[ -e $root$prefix/include/epx/epx_moe.h ]]; then
   "${cxx[@]}" -std=c++17 "${strict[@]}" -c "$work/header.cc" -o "$work/header_cc.o" "${moe_compile_flags[@]}"
   "${cc[@]}" -std=c11 "${strict[@]}" "$here/consumer_moe.c" -o "$work/consumer_moe" "${moe_flags[@]}" "${cxx_runtime[@]}"
   timeout "$limit_s" "$work/consumer_moe"
+
+  step "epx_moe.hpp alone"
+  printf '#include <epx/epx_moe.hpp>\n' >"$work/header.cc"
+  "${cxx[@]}" -std=c++20 "${strict[@]}" -Wconversion -c "$work/header.cc" -o "$work/header_cc.o" "${moe_compile_flags[@]}"
 fi
 
 step "one process"
