@@ -162,7 +162,7 @@ void check_arena_fit(const Rank& rank, double tolerance) {
     table[i].of_block(of_block);
     const BlockArena arena(rank.group, of_arena, 1);
     const BlockConfig served = arena.serve(of_block);
-    const epx_moe_block_config view = served.view();
+    const epx_moe_block_config view = served.c_config();
     epx_moe_block block = nullptr;
     const epx_status status = epx_moe_block_create(rank.group, &view, &block);
     const std::string sentence = status == EPX_SUCCESS ? "" : epx_last_error();
@@ -178,7 +178,7 @@ void check_arena_fit(const Rank& rank, double tolerance) {
 template <typename T>
 void check_arena_refusals(const Rank& rank, double tolerance) {
   const LayerOf<T> layer = make_layer_of<T>(150, {2});
-  const epx_moe_block_config view = layer.config.view();
+  const epx_moe_block_config view = layer.config.c_config();
   epx_moe_arena arena = nullptr;
   const auto refused_arena = [&](const std::vector<std::string>& words, const auto& spoil) {
     epx_moe_arena_config config;
@@ -201,7 +201,7 @@ void check_arena_refusals(const Rank& rank, double tolerance) {
   const BlockArena small(rank.group, layer.config, 2);
   const auto refused_block = [&](const BlockConfig& config, const std::vector<std::string>& words) {
     const BlockConfig served = small.serve(config);
-    const epx_moe_block_config served_view = served.view();
+    const epx_moe_block_config served_view = served.c_config();
     epx_moe_block block = nullptr;
     expect_none("epx_moe_block_create", not_refused(epx_moe_block_create(rank.group, &served_view, &block), words));
     check(block == nullptr, "a block was made");
@@ -216,14 +216,14 @@ void check_arena_refusals(const Rank& rank, double tolerance) {
   narrow.ffn.hidden_dim = 8;
   const BlockArena narrow_arena(rank.group, narrow, 1);
   const BlockConfig wide = narrow_arena.serve(layer.config);
-  const epx_moe_block_config wide_view = wide.view();
+  const epx_moe_block_config wide_view = wide.c_config();
   epx_moe_block block = nullptr;
   expect_none("rows",
               not_refused(epx_moe_block_create(rank.group, &wide_view, &block), {"rows that peers reach", "bytes"}));
   {
     const OnHost host;
     BlockConfig local = small.serve(block_config<float>({kNumExperts, 2, kHidden, 9, kNumTokens, EPX_MOE_SWIGLU}));
-    const epx_moe_block_config local_view = local.view();
+    const epx_moe_block_config local_view = local.c_config();
     expect_none("another group", not_refused(epx_moe_block_create(nullptr, &local_view, &block), {"arena", "group"}));
   }
 

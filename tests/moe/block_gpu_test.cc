@@ -334,7 +334,7 @@ void test_refusals(const RankContext& context) {
 
   BlockConfig wide = layer.config;
   wide.dtype = EPX_FLOAT64;
-  const epx_moe_block_config view = wide.view();
+  const epx_moe_block_config view = wide.c_config();
   epx_moe_block block = nullptr;
   expect_none("dtype", not_refused(epx_moe_block_create(rank.group, &view, &block), {"dtype", "float64", "bfloat16"}));
   check_status_clean(rank);

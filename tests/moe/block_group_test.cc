@@ -169,7 +169,7 @@ TEST_CASE("a block that does not fit its group is refused on all ranks, and the 
       Config config = layer.config;
       table[i].spoil(config);
       epx_moe_block block = nullptr;
-      const epx_moe_block_config view = config.view();
+      const epx_moe_block_config view = config.c_config();
       const std::string fault = not_refused(epx_moe_block_create(rank.group, &view, &block), table[i].words);
       check(fault.empty(), "case {}: {}", i, fault);
       check(block == nullptr, "case {} made a block", i);
@@ -181,7 +181,7 @@ TEST_CASE("a block that does not fit its group is refused on all ranks, and the 
   bfloat16.max_token_dtype = EPX_BFLOAT16;
   each_rank({kNumTokens}, bfloat16, [&](const Rank& rank) {
     epx_moe_block block = nullptr;
-    const epx_moe_block_config view = layer.config.view();
+    const epx_moe_block_config view = layer.config.c_config();
     const std::string fault =
         not_refused(epx_moe_block_create(rank.group, &view, &block), {"max_token_dtype", "bfloat16", "float32"});
     check(fault.empty(), "{}", fault);
@@ -198,7 +198,7 @@ struct CreationArgs {
 
 // Creates, and returns the sentence of the error, or "" after destroying what was created.
 std::string create(const Rank& rank, const CreationArgs& args, epx_status& status) {
-  const epx_moe_block_config view = args.block.view();
+  const epx_moe_block_config view = args.block.c_config();
   epx_moe_block block = nullptr;
   epx_moe_arena arena = nullptr;
   if (args.has_arena_config) {
@@ -345,7 +345,7 @@ TEST_CASE("what has ended the group is what the calls of its block return") {
       try {
         call();
       } catch (const std::exception& failure) {
-        const std::string sentence = failure.what();
+        const std::string sentence = describe(failure);
         const std::string begin = function + " returned EPX_ERROR_ABORTED: " + function + ": ";
         check(sentence.starts_with(begin) && contains(sentence, "this rank aborted the group"), "{}", sentence);
         return;
@@ -370,7 +370,7 @@ int64_t address_space() {
 
 TEST_CASE("a rank frees its block alone, and the other one goes on with its own") {
   const Layer layer = make_layer(55, {2});
-  const epx_moe_block_config config = layer.config.view();
+  const epx_moe_block_config config = layer.config.c_config();
   const auto make_block = [&](const Rank& rank) {
     epx_moe_block block = nullptr;
     require_ok(epx_moe_block_create(rank.group, &config, &block), "epx_moe_block_create");
@@ -398,7 +398,7 @@ TEST_CASE("an arena that is freed after its group leaves nothing") {
   for (int round = 0; round < kRounds; ++round) {
     epx_moe_arena arena = nullptr;
     each_rank(kSplits[0], group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
-      const epx_moe_block_config block = layer.config.view();
+      const epx_moe_block_config block = layer.config.c_config();
       epx_moe_arena_config config;
       require_ok(epx_moe_arena_config_init(&config, sizeof(config)), "epx_moe_arena_config_init");
       config.block = &block;

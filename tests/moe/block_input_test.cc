@@ -77,19 +77,19 @@ TEST_CASE("a bad block config is refused") {
     Config config = block_config<float>({});
     table[i].spoil(config);
     epx_moe_block block = nullptr;
-    const epx_moe_block_config view = config.view();
+    const epx_moe_block_config view = config.c_config();
     CHECK(not_refused(epx_moe_block_create(nullptr, &view, &block), table[i].words) == "");
     CHECK(block == nullptr);
     epx_moe_block_destroy(block); // in case the block was created all the same
   }
   epx_moe_block block = nullptr;
   const Config good = block_config<float>({});
-  epx_moe_block_config config = good.view();
+  epx_moe_block_config config = good.c_config();
   CHECK(not_refused(epx_moe_block_create(nullptr, nullptr, &block), {"config", "NULL"}) == "");
   CHECK(not_refused(epx_moe_block_create(nullptr, &config, nullptr), {"block", "NULL"}) == "");
   config.router = nullptr;
   CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), {"config.router", "NULL"}) == "");
-  config = good.view();
+  config = good.c_config();
   config.ffn = nullptr;
   CHECK(not_refused(epx_moe_block_create(nullptr, &config, &block), {"config.ffn", "NULL"}) == "");
 }

@@ -5,7 +5,7 @@
 #include <exception>
 #include <optional>
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tests/moe/ffn_run.h"
 #include "tests/moe/tensors.h"
 
@@ -22,26 +22,11 @@ struct BlockShape {
   FfnShape ffn_shape(int32_t num_local_experts) const { return {num_local_experts, hidden, ffn, activation}; }
 };
 
-// Owns what the config of a block points to.
-struct BlockConfig : epx_moe_block_config {
-  epx_moe_router_config router; // these hide the pointers, which view() sets
-  epx_moe_ffn_config ffn;
-
-  // The result is valid as long as this object lives.
-  epx_moe_block_config view() const {
-    epx_moe_block_config config = *this;
-    config.router = &router;
-    config.ffn = &ffn;
-    return config;
-  }
-};
+using moe::BlockConfig;
 
 template <typename Real>
 BlockConfig block_config(const BlockShape& shape) {
   BlockConfig config;
-  require_ok(epx_moe_block_config_init(&config, sizeof(epx_moe_block_config)), "epx_moe_block_config_init");
-  require_ok(epx_moe_router_config_init(&config.router, sizeof(config.router)), "epx_moe_router_config_init");
-  require_ok(epx_moe_ffn_config_init(&config.ffn, sizeof(config.ffn)), "epx_moe_ffn_config_init");
   config.router.num_experts = shape.num_experts;
   config.router.top_k = shape.top_k;
   config.ffn.hidden_dim = shape.hidden;
@@ -81,37 +66,26 @@ struct BlockGradients {
 // Owns an arena for blocks of this config.
 class BlockArena {
 public:
-  BlockArena(epx_group group, const BlockConfig& config, int32_t num_flights, int64_t max_rows = 0) : group_(group) {
-    const epx_moe_block_config block = config.view();
-    epx_moe_arena_config arena;
-    require_ok(epx_moe_arena_config_init(&arena, sizeof(arena)), "epx_moe_arena_config_init");
-    arena.block = &block;
-    arena.num_flights = num_flights;
-    arena.max_rows = max_rows;
-    require_ok(epx_moe_arena_create(group, &arena, &arena_), "epx_moe_arena_create");
-  }
+  BlockArena(epx_group group, const BlockConfig& config, int32_t num_flights, int64_t max_rows = 0)
+      : group_(group), arena_(group_, {.block = config, .num_flights = num_flights, .max_rows = max_rows}) {}
   BlockArena(const BlockArena&) = delete;
   BlockArena& operator=(const BlockArena&) = delete;
   ~BlockArena() {
-    if (group_ != nullptr && std::uncaught_exceptions() > 0) epx_group_abort(group_);
-    epx_moe_arena_destroy(arena_);
+    // Destroying is collective, and a rank that has failed must not wait for those that continue.
+    if (std::uncaught_exceptions() > 0) group_.abort();
+    epx_moe_arena_destroy(arena_.release());
   }
 
-  epx_moe_arena handle() const { return arena_; }
-  epx_moe_arena_info info() const {
-    epx_moe_arena_info info = {};
-    info.struct_size = sizeof(info);
-    require_ok(epx_moe_arena_query(arena_, &info), "epx_moe_arena_query");
-    return info;
-  }
+  epx_moe_arena handle() const { return arena_.get(); }
+  epx_moe_arena_info info() const { return arena_.query(); }
   BlockConfig serve(BlockConfig config) const {
-    config.arena = arena_;
+    config.arena = arena_.get();
     return config;
   }
 
 private:
-  epx_group group_;
-  epx_moe_arena arena_ = nullptr;
+  GroupView group_;
+  moe::Arena arena_;
 };
 
 // Owns a block and runs it forward and backward.
@@ -119,19 +93,15 @@ template <typename T>
 class Block {
 public:
   Block(epx_group group, const BlockConfig& config, int num_ranks = 1)
-      : group_(group), config_(config), num_ranks_(num_ranks) {
-    const epx_moe_block_config view = config.view();
-    require_ok(epx_moe_block_create(group, &view, &block_), "epx_moe_block_create");
-  }
+      : group_(group), config_(config), num_ranks_(num_ranks), block_(group_, config) {}
   Block(const Block&) = delete;
   Block& operator=(const Block&) = delete;
   ~Block() {
-    // Destroying is collective, and a rank that has failed must not wait for those that continue.
-    if (group_ != nullptr && std::uncaught_exceptions() > 0) epx_group_abort(group_);
-    epx_moe_block_destroy(block_);
+    if (std::uncaught_exceptions() > 0) group_.abort(); // as BlockArena
+    epx_moe_block_destroy(block_.release());
   }
 
-  epx_moe_block handle() const { return block_; }
+  epx_moe_block handle() const { return block_.get(); }
 
   BlockOutput<T> make_output(int64_t num_tokens) const {
     return {scribbled<T>({num_tokens, config_.ffn.hidden_dim}), scribbled<int64_t>({num_tokens, config_.router.top_k}),
@@ -188,8 +158,8 @@ public:
     call.args.grads = &call.grads;
   }
   // On a GPU these only enqueue.
-  void run(const Forward& call) const { require_ok(epx_moe_block_fwd(block_, &call.args), "epx_moe_block_fwd"); }
-  void run(const Backward& call) const { require_ok(epx_moe_block_bwd(block_, &call.args), "epx_moe_block_bwd"); }
+  void run(const Forward& call) const { require_ok(epx_moe_block_fwd(handle(), &call.args), "epx_moe_block_fwd"); }
+  void run(const Backward& call) const { require_ok(epx_moe_block_bwd(handle(), &call.args), "epx_moe_block_bwd"); }
 
   BlockOutput<T> forward(const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight = 0) const {
     BlockOutput<T> output = make_output(input.tokens.size(0));
@@ -210,10 +180,10 @@ public:
   }
 
 private:
-  epx_group group_;
+  GroupView group_;
   BlockConfig config_;
   int num_ranks_;
-  epx_moe_block block_ = nullptr;
+  moe::Block block_;
 };
 
 // Returns "" when both have the same bits, or differ by no more than the tolerance, relative to the largest element.

@@ -176,7 +176,7 @@ TEST_CASE("local blocks of both dtypes share an arena") {
   CHECK(gradient_difference(narrow_block.backward(narrow, narrow_params, 0),
                             narrow_alone.backward(narrow, narrow_params)) == "");
 
-  const epx_moe_block_config view = config.view();
+  const epx_moe_block_config view = config.c_config();
   epx_moe_arena_config refused;
   require_ok(epx_moe_arena_config_init(&refused, sizeof(refused)), "epx_moe_arena_config_init");
   refused.block = &view;

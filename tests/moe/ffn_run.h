@@ -5,7 +5,7 @@
 #include <array>
 #include <optional>
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tests/moe/tensors.h"
 
 namespace epx::test {
@@ -31,8 +31,7 @@ struct FfnForm {
 inline constexpr FfnForm kNoBias = {false, false, false, false, false};
 
 inline epx_moe_ffn_config ffn_config(const FfnShape& shape) {
-  epx_moe_ffn_config config;
-  require_ok(epx_moe_ffn_config_init(&config, sizeof(config)), "epx_moe_ffn_config_init");
+  moe::FfnConfig config;
   config.num_local_experts = shape.num_experts;
   config.hidden_dim = shape.hidden;
   config.ffn_dim = shape.ffn;

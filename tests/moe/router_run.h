@@ -5,7 +5,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tests/moe/tensors.h"
 
 namespace epx::test {
@@ -13,8 +13,7 @@ namespace epx::test {
 inline constexpr epx_moe_score kScores[] = {EPX_MOE_TOPK_THEN_SOFTMAX, EPX_MOE_SOFTMAX_THEN_TOPK, EPX_MOE_SIGMOID};
 
 inline epx_moe_router_config router_config(int num_experts, int top_k, epx_moe_score score = EPX_MOE_TOPK_THEN_SOFTMAX) {
-  epx_moe_router_config config;
-  require_ok(epx_moe_router_config_init(&config, sizeof(config)), "epx_moe_router_config_init");
+  moe::RouterConfig config;
   config.num_experts = num_experts;
   config.top_k = top_k;
   config.score = score;
