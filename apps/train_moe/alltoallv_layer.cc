@@ -39,8 +39,8 @@ public:
     const std::vector<float> arrived = send_to_experts(
         by_expert_->unpermute_bwd(grad_out, returned_, topk_weights_.data(), model_.hidden, grad_topk_weights.data()));
     const std::vector<float> grad_expert_out = by_local_expert_->permute(arrived.data(), model_.hidden);
-    const ExpertTensors grads(model_, mine_.count, parameters_.sharded_grads(experts_.gate_up),
-                              parameters_.sharded_grads(experts_.down));
+    const auto grads = expert_grads(model_, mine_.count, parameters_.sharded_grads(experts_.gate_up),
+                                    parameters_.sharded_grads(experts_.down));
     const std::vector<float> grad_recv =
         ffn_.backward(recv_tokens_, *by_local_expert_, values(), pre_act_, grad_expert_out, grads);
     std::vector<float> leaving(arrived.size());
@@ -64,8 +64,8 @@ private:
     }
   };
 
-  ExpertTensors values() {
-    return {model_, mine_.count, parameters_.values(experts_.gate_up), parameters_.values(experts_.down)};
+  epx::moe::FfnParams values() {
+    return expert_params(model_, mine_.count, parameters_.values(experts_.gate_up), parameters_.values(experts_.down));
   }
 
   int32_t count(int from, int64_t expert) const { return global_counts_[from * model_.experts + expert]; }

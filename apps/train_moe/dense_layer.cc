@@ -44,8 +44,8 @@ public:
       const std::vector<float> grad_expert_out = pass.by_expert.unpermute_bwd(
           grad_out + first * model_.hidden, pass.expert_out, topk_weights_.data() + first * model_.top_k, model_.hidden,
           grad_topk_weights.data() + first * model_.top_k);
-      const ExpertTensors grads(model_, model_.experts, chunk_grads.of(c, experts_.gate_up),
-                                chunk_grads.of(c, experts_.down));
+      const auto grads =
+          expert_grads(model_, model_.experts, chunk_grads.of(c, experts_.gate_up), chunk_grads.of(c, experts_.down));
       const std::vector<float> grad_rows =
           ffn_.backward(pass.rows, pass.by_expert, values(), pass.pre_act, grad_expert_out, grads);
       pass.by_expert.permute_bwd(grad_rows, model_.hidden, grad_tokens + first * model_.hidden);
@@ -63,8 +63,8 @@ private:
     std::vector<float> rows, pre_act, expert_out;
   };
 
-  ExpertTensors values() {
-    return {model_, model_.experts, parameters_.values(experts_.gate_up), parameters_.values(experts_.down)};
+  epx::moe::FfnParams values() {
+    return expert_params(model_, model_.experts, parameters_.values(experts_.gate_up), parameters_.values(experts_.down));
   }
 
   const World& world_;

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE layer on epx has one block per layer, all of them on one group.
 #include <exception>
-#include <optional>
 
 #include "apps/train_moe/errors.h"
 #include "apps/train_moe/moe_layer.h"
 #include "apps/train_moe/pieces.h"
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "epx/epx_mpi.hpp"
 
 namespace train {
@@ -52,30 +51,21 @@ public:
         dtype_(as_epx(options.dtype)), parameters_(parameters), experts_(experts), tokens_(device, options.dtype),
         out_(device, options.dtype), grad_(device, options.dtype), gate_up_(device, options.dtype),
         down_(device, options.dtype), device_topk_idx_(device), device_global_counts_(device), device_info_(device) {
-    epx_moe_router_config router;
-    epx::require_success(epx_moe_router_config_init(&router, sizeof(router)), "epx_moe_router_config_init");
-    router.num_experts = model_.experts;
-    router.top_k = model_.top_k;
-    router.aux_loss_coeff = aux_loss_;
-    epx_moe_ffn_config ffn;
-    epx::require_success(epx_moe_ffn_config_init(&ffn, sizeof(ffn)), "epx_moe_ffn_config_init");
-    ffn.hidden_dim = model_.hidden;
-    ffn.ffn_dim = model_.ffn;
-    epx_moe_block_config config;
-    epx::require_success(epx_moe_block_config_init(&config, sizeof(config)), "epx_moe_block_config_init");
-    config.router = &router;
-    config.ffn = &ffn;
+    epx::moe::BlockConfig config;
+    config.router.num_experts = model_.experts;
+    config.router.top_k = model_.top_k;
+    config.router.aux_loss_coeff = aux_loss_;
+    config.ffn.hidden_dim = model_.hidden;
+    config.ffn.ffn_dim = model_.ffn;
     config.dtype = dtype_;
-    epx::require_success(epx_moe_block_create(group_.get(), &config, &block_), "epx_moe_block_create");
+    block_ = epx::moe::Block(group_, config);
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model_.experts);
     device_global_counts_.resize(std::ssize(global_counts_));
     device_info_.resize(std::ssize(info_));
-    cuda_.struct_size = sizeof(cuda_);
     cuda_.stream = device.stream();
   }
   ~EpxLayer() override {
-    if (std::uncaught_exceptions() > 0) group_.abort(); // the other ranks may never call epx_moe_block_destroy
-    epx_moe_block_destroy(block_);
+    if (std::uncaught_exceptions() > 0) group_.abort(); // so that the other ranks do not wait for this one
   }
 
   void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) override {
@@ -84,27 +74,17 @@ public:
     device_topk_idx_.resize(num_tokens_ * model_.top_k);
     const Tensor& gate_up = parameters_.tensor(experts_.gate_up);
     const Tensor& down = parameters_.tensor(experts_.down);
-    weights_.emplace(model_, gate_up.count, gate_up_.of(parameters_.values(experts_.gate_up), gate_up.size()),
-                     down_.of(parameters_.values(experts_.down), down.size()), dtype_);
+    params_ = expert_params(model_, gate_up.count, gate_up_.of(parameters_.values(experts_.gate_up), gate_up.size()),
+                            down_.of(parameters_.values(experts_.down), down.size()), dtype_);
     const int64_t size = num_tokens_ * model_.hidden;
-    const auto token_rows = rows(tokens_.of(tokens, size), model_.hidden, dtype_);
-    const auto logit_rows = rows(logits, model_.experts, EPX_FLOAT32);
-    const auto out_rows = rows(out_.room_for(out, size), model_.hidden, dtype_);
-    const epx::Tensor topk_idx(device_topk_idx_.data(), EPX_INT32, {num_tokens_, model_.top_k});
-    const epx::Tensor global_counts(device_global_counts_.data(), EPX_INT32, {num_ranks_, model_.experts});
-    const epx::Tensor info(device_info_.data(), EPX_INT64, device_info_.size());
-
-    epx_moe_block_fwd_args args{};
-    args.struct_size = sizeof(args);
-    args.cuda = cuda();
-    args.tokens = token_rows.get();
-    args.logits = logit_rows.get();
-    args.params = weights_->get();
-    args.out = out_rows.get();
-    args.topk_idx = topk_idx.get();
-    args.global_counts = global_counts.get();
-    args.info = info.get();
-    epx::require_success(epx_moe_block_fwd(block_, &args), "epx_moe_block_fwd");
+    block_.fwd({.cuda = cuda(),
+                .tokens = rows(tokens_.of(tokens, size), model_.hidden, dtype_),
+                .logits = rows(logits, model_.experts, EPX_FLOAT32),
+                .params = params_,
+                .out = rows(out_.room_for(out, size), model_.hidden, dtype_),
+                .topk_idx = {device_topk_idx_.data(), EPX_INT32, {num_tokens_, model_.top_k}},
+                .global_counts = {device_global_counts_.data(), EPX_INT32, {num_ranks_, model_.experts}},
+                .info = {device_info_.data(), EPX_INT64, device_info_.size()}});
     out_.write_back(out);
     device_topk_idx_.copy_out(0, topk_idx_);
     device_global_counts_.copy_out(0, global_counts_);
@@ -114,30 +94,21 @@ public:
 
   void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads&) override {
     const int64_t size = num_tokens_ * model_.hidden;
-    const auto grad_out_rows = rows(grad_.of(grad_out, size), model_.hidden, dtype_);
-    const auto grad_token_rows = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_);
-    const auto grad_logit_rows = rows(grad_logits, model_.experts, EPX_FLOAT32);
-    const ExpertTensors grads(model_, parameters_.tensor(experts_.gate_up).count,
-                              parameters_.sharded_grads(experts_.gate_up), parameters_.sharded_grads(experts_.down));
-
-    epx_moe_block_bwd_args args{};
-    args.struct_size = sizeof(args);
-    args.cuda = cuda();
-    args.params = weights_->get();
-    args.grad_out = grad_out_rows.get();
-    args.aux_loss_grad = 1;
-    args.grad_tokens = grad_token_rows.get();
-    args.grad_logits = grad_logit_rows.get();
-    args.grads = grads.get();
-    epx::require_success(epx_moe_block_bwd(block_, &args), "epx_moe_block_bwd");
+    block_.bwd(
+        {.cuda = cuda(),
+         .params = params_,
+         .grad_out = rows(grad_.of(grad_out, size), model_.hidden, dtype_),
+         .aux_loss_grad = 1,
+         .grad_tokens = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_),
+         .grad_logits = rows(grad_logits, model_.experts, EPX_FLOAT32),
+         .grads = expert_grads(model_, parameters_.tensor(experts_.gate_up).count,
+                               parameters_.sharded_grads(experts_.gate_up), parameters_.sharded_grads(experts_.down))});
     out_.write_back(grad_tokens);
   }
 
   void require_no_device_errors() const override {
     if (device_.is_host()) return; // the calls have refused bad data
-    epx_moe_errors_report report{};
-    report.struct_size = sizeof(report);
-    epx::require_success(epx_moe_block_errors(block_, &report), "epx_moe_block_errors");
+    const epx_moe_errors_report report = block_.errors();
     if (report.num_errors > 0) fail(kExitFailure, "epx_moe: {}", report.message);
   }
 
@@ -152,15 +123,15 @@ private:
   int num_ranks_;
   Device& device_;
   epx_dtype dtype_;
-  epx_moe_cuda cuda_{};
+  epx::moe::Cuda cuda_;
   Parameters& parameters_;
   Experts experts_;
   int64_t num_tokens_ = 0;
   Converted tokens_, out_, grad_, gate_up_, down_;
-  std::optional<ExpertTensors> weights_; // of the last forward
+  epx::moe::FfnParams params_; // of the last forward
   Array<int32_t> device_topk_idx_, device_global_counts_;
   Array<int64_t> device_info_;
-  epx_moe_block block_ = nullptr;
+  epx::moe::Block block_;
 };
 
 } // namespace

@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "apps/train_moe/options.h"
-#include "epx/epx.hpp"
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 
 namespace train {
 
@@ -22,7 +21,7 @@ public:
                 const std::vector<int32_t>& global_counts, float* grad_logits) const;
 
 private:
-  epx_moe_router_config config_{};
+  epx::moe::RouterConfig config_;
 };
 
 // A Permutation sorts rows by expert on this rank.
@@ -50,36 +49,25 @@ private:
   std::vector<int32_t> counts_, offsets_, row_map_;
 };
 
-// ExpertTensors are the tensors of one layer's experts on this rank, values or gradients, as epx takes them; gradients are
-// written, const or not: epx_tensor has none.
-class ExpertTensors {
-public:
-  ExpertTensors(const ModelOptions& model, int64_t num_local_experts, const void* gate_up, const void* down,
-                epx_dtype dtype = EPX_FLOAT32);
-  ExpertTensors(const ExpertTensors&) = delete;
-  ExpertTensors& operator=(const ExpertTensors&) = delete;
-
-  const epx_moe_ffn_params* get() const { return &params_; }
-
-private:
-  epx::ConstTensor gate_up_, down_; // [E_l, 2F, H], [E_l, H, F]
-  epx_moe_ffn_params params_{};
-};
+// The tensors of one layer's experts on this rank, gate_up [E_l, 2F, H] and down [E_l, H, F], as epx takes them.
+epx::moe::FfnParams expert_params(const ModelOptions& model, int64_t num_local_experts, const void* gate_up,
+                                  const void* down, epx_dtype dtype = EPX_FLOAT32);
+epx::moe::FfnGrads expert_grads(const ModelOptions& model, int64_t num_local_experts, float* gate_up, float* down);
 
 // GroupedFfn runs SwiGLU experts on rows sorted by expert.
 class GroupedFfn {
 public:
   GroupedFfn(const ModelOptions& model, int64_t num_local_experts);
 
-  std::vector<float> forward(const std::vector<float>& rows, const Permutation& zones, const ExpertTensors& weights,
+  std::vector<float> forward(const std::vector<float>& rows, const Permutation& zones, const epx::moe::FfnParams& params,
                              std::vector<float>& pre_act) const;
   // Returns grad_rows; overwrites grads.
-  std::vector<float> backward(const std::vector<float>& rows, const Permutation& zones, const ExpertTensors& weights,
+  std::vector<float> backward(const std::vector<float>& rows, const Permutation& zones, const epx::moe::FfnParams& params,
                               const std::vector<float>& pre_act, const std::vector<float>& grad_out,
-                              const ExpertTensors& grads) const;
+                              const epx::moe::FfnGrads& grads) const;
 
 private:
-  epx_moe_ffn_config config_{};
+  epx::moe::FfnConfig config_;
 };
 
 } // namespace train

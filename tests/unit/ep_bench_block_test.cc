@@ -105,21 +105,12 @@ TEST_CASE("ep_bench --block counts the arena of the block before it is allocated
       block_options({"--tokens", "64", "--hidden", "128", "--experts", "4", "--top-k", "2", "--ffn", "96", "--biases"});
   {
     const Group group(bootstrap_file(directory, "block", 0, 1, std::chrono::seconds(10)), group_config(options));
-    const epx_moe_router_config router = router_config(options);
-    const epx_moe_ffn_config ffn = ffn_config(options, 0);
-    epx_moe_block_config block;
-    require_success(epx_moe_block_config_init(&block, sizeof(block)), "epx_moe_block_config_init");
-    block.router = &router;
-    block.ffn = &ffn;
-    epx_moe_arena_config config;
-    require_success(epx_moe_arena_config_init(&config, sizeof(config)), "epx_moe_arena_config_init");
-    config.block = &block;
-    epx_moe_arena arena = nullptr;
-    require_success(epx_moe_arena_create(group.get(), &config, &arena), "epx_moe_arena_create");
-    epx_moe_arena_info info{};
-    info.struct_size = sizeof(info);
-    require_success(epx_moe_arena_query(arena, &info), "epx_moe_arena_query");
-    require_success(epx_moe_arena_destroy(arena), "epx_moe_arena_destroy");
+    moe::BlockConfig block;
+    block.router = router_config(options);
+    block.ffn = ffn_config(options, 0);
+    moe::Arena arena(group, {.block = block});
+    const epx_moe_arena_info info = arena.query();
+    arena.destroy();
 
     // The other tensors of 64 tokens, 128 routes and as many rows: in and out, parameters and gradients, the native layer's.
     const double params = 4 * (3 * 96 * 128 + 2 * 96 + 128) * 4;

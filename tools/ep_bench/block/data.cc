@@ -72,16 +72,11 @@ BlockData::OwnedTensor BlockData::tensor(epx_dtype dtype, std::vector<int64_t> s
 
 void BlockData::allocate(Params& params, OwnedExperts experts) {
   const int64_t F = options_.block.ffn, H = options_.hidden;
-  params.params.struct_size = sizeof(params.params);
   params.gate_up = tensor(options_.dtype, {experts.count, 2 * F, H});
-  params.params.gate_up_weight = &params.gate_up.tensor;
   params.down = tensor(options_.dtype, {experts.count, H, F});
-  params.params.down_weight = &params.down.tensor;
   if (!options_.block.has_biases) return;
   params.gate_up_bias = tensor(options_.dtype, {experts.count, 2 * F});
-  params.params.gate_up_bias = &params.gate_up_bias.tensor;
   params.down_bias = tensor(options_.dtype, {experts.count, H});
-  params.params.down_bias = &params.down_bias.tensor;
 }
 
 void BlockData::fill_params(OwnedExperts experts) {

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
 
@@ -27,15 +27,15 @@ public:
   BlockData& operator=(const BlockData&) = delete;
 
   // in
-  const epx_tensor& tokens() const { return tokens_.tensor; }     // [T, H]
-  const epx_tensor& logits() const { return logits_.tensor; }     // [T, E] FLOAT32
-  const epx_tensor& grad_out() const { return grad_out_.tensor; } // [T, H]
-  const epx_moe_ffn_params& params() const { return params_.params; }
+  ConstTensor tokens() const { return ConstTensor(tokens_.tensor); }     // [T, H]
+  ConstTensor logits() const { return ConstTensor(logits_.tensor); }     // [T, E] FLOAT32
+  ConstTensor grad_out() const { return ConstTensor(grad_out_.tensor); } // [T, H]
+  moe::FfnParams params() const { return params_.tensors<ConstTensor>(); }
   // out
-  const epx_tensor& out() const { return out_.tensor; }                 // [T, H]
-  const epx_tensor& grad_tokens() const { return grad_tokens_.tensor; } // [T, H]
-  const epx_tensor& grad_logits() const { return grad_logits_.tensor; } // [T, E] FLOAT32
-  const epx_moe_ffn_params& grads() const { return grads_.params; }
+  Tensor out() const { return Tensor(out_.tensor); }                 // [T, H]
+  Tensor grad_tokens() const { return Tensor(grad_tokens_.tensor); } // [T, H]
+  Tensor grad_logits() const { return Tensor(grad_logits_.tensor); } // [T, E] FLOAT32
+  moe::FfnGrads grads() const { return grads_.tensors<Tensor>(); }
 
   // An output as float32, with its name and shape.
   struct Output {
@@ -55,8 +55,15 @@ private:
   };
   // The tensors of the experts' parameters, or of the gradients.
   struct Params {
-    OwnedTensor gate_up, down, gate_up_bias, down_bias;
-    epx_moe_ffn_params params{};
+    OwnedTensor gate_up, down, gate_up_bias, down_bias; // biases may be empty
+
+    template <typename TensorType>
+    moe::FfnTensors<TensorType> tensors() const {
+      return {.gate_up_weight = TensorType(gate_up.tensor),
+              .down_weight = TensorType(down.tensor),
+              .gate_up_bias = TensorType(gate_up_bias.tensor),
+              .down_bias = TensorType(down_bias.tensor)};
+    }
   };
 
   template <typename Action>

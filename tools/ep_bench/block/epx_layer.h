@@ -2,7 +2,7 @@
 // The block of libepx_moe as a layer.
 #pragma once
 
-#include "epx/epx.hpp"
+#include "epx/epx_moe.hpp"
 #include "tools/ep_bench/block/data.h"
 #include "tools/ep_bench/block/layer.h"
 #include "tools/ep_bench/moe_calls.h"
@@ -22,13 +22,13 @@ public:
   void backward() override;
   bool can_be_captured() const override { return true; }
   void keep_memory() override {} // the arena has it all
-  void release() override;
+  void release() override { block_.destroy(); }
 
 private:
   GroupView group_;
   const BlockData& data_;
   MoeCalls calls_;
-  epx_moe_block block_ = nullptr; // until release(), which is collective
+  moe::Block block_; // until release()
 };
 
 } // namespace epx::bench

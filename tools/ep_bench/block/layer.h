@@ -2,7 +2,7 @@
 // A whole MoE layer as --block measures it: from tokens and logits to out, and back.
 #pragma once
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {
@@ -28,7 +28,7 @@ public:
 };
 
 // Return the configs that the options ask for. Throw epx::Error.
-epx_moe_router_config router_config(const Options& options);
-epx_moe_ffn_config ffn_config(const Options& options, int32_t num_local_experts);
+moe::RouterConfig router_config(const Options& options);
+moe::FfnConfig ffn_config(const Options& options, int32_t num_local_experts);
 
 } // namespace epx::bench

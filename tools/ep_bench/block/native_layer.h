@@ -32,16 +32,16 @@ public:
   void release() override {}
 
 private:
-  epx_tensor topk_idx() const;
-  epx_tensor weights(const Buffer& buffer) const;
-  epx_tensor pre_act() const;
+  Tensor topk_idx() const;
+  Tensor weights(const Buffer& buffer) const;
+  Tensor pre_act() const;
 
   Options options_;
   const BlockData& data_;
   MoeCalls calls_;
   NativeRows native_;
-  epx_moe_router_config router_;
-  epx_moe_ffn_config ffn_;
+  moe::RouterConfig router_;
+  moe::FfnConfig ffn_;
   Buffer topk_idx_, topk_weights_, grad_topk_weights_;    // [T, K] int32, float, float
   Buffer recv_tokens_, expert_out_, grad_recv_, pre_act_; // [N, H], pre_act_ [N, 2F]
 };

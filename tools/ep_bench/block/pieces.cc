@@ -17,72 +17,61 @@ BlockPieces::BlockPieces(const Options& options, MeasuredGroup& measured, const 
 }
 
 void BlockPieces::router() {
-  const epx_tensor topk_idx = epx_tensor_2d(topk_idx_.data(), EPX_INT32, options_.tokens, options_.top_k);
-  const epx_tensor weights = epx_tensor_2d(topk_weights_.data(), EPX_FLOAT32, options_.tokens, options_.top_k);
-  epx_moe_router_args args{};
-  args.logits = &data_.logits();
-  args.topk_idx = &topk_idx;
-  args.topk_weights = &weights;
-  calls_.run("epx_moe_router", args, [&](const auto* router) { return epx_moe_router(&router_, router); });
+  calls_.run(moe::RouterArgs{.logits = data_.logits(),
+                             .topk_idx = {topk_idx_.data(), EPX_INT32, {options_.tokens, options_.top_k}},
+                             .topk_weights = weights(topk_weights_)},
+             [&](const auto& args) { moe::router(router_, args); });
 }
 
 void BlockPieces::ffn() {
-  const epx_tensor recv_tokens = rows(measured_.by_row().recv_tokens),
-                   expert_out = rows(measured_.expert_rows().expert_out);
-  const epx_tensor counts = integers(measured_.counts()), offsets = integers(measured_.offsets());
-  const epx_tensor pre_act =
-      epx_tensor_2d(pre_act_.data(), options_.dtype, measured_.rows(), int64_t{2} * options_.block.ffn);
-  epx_moe_ffn_args args{};
-  args.params = &data_.params();
-  args.recv_tokens = &recv_tokens;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  args.expert_out = &expert_out;
-  args.pre_act = &pre_act;
   calls_.run(
-      "epx_moe_ffn", args, [&](const auto* ffn) { return epx_moe_ffn(&ffn_, ffn); },
-      [&](const auto* ffn, size_t* bytes) { return epx_moe_ffn_workspace(&ffn_, ffn, bytes); });
+      moe::FfnArgs{.params = data_.params(),
+                   .recv_tokens = rows(measured_.by_row().recv_tokens),
+                   .counts = integers(measured_.counts()),
+                   .offsets = integers(measured_.offsets()),
+                   .expert_out = rows(measured_.expert_rows().expert_out),
+                   .pre_act = pre_act()},
+      [&](const auto& args) { moe::ffn(ffn_, args); }, [&](const auto& args) { return moe::ffn_workspace(ffn_, args); });
 }
 
 void BlockPieces::ffn_bwd() {
-  const epx_tensor recv_tokens = rows(measured_.by_row().recv_tokens), grad_recv = rows(measured_.expert_rows().grad_recv);
-  const epx_tensor grad_expert_out = rows(measured_.by_row().grad_expert_out);
-  const epx_tensor counts = integers(measured_.counts()), offsets = integers(measured_.offsets());
-  const epx_tensor pre_act =
-      epx_tensor_2d(pre_act_.data(), options_.dtype, measured_.rows(), int64_t{2} * options_.block.ffn);
-  epx_moe_ffn_bwd_args args{};
-  args.params = &data_.params();
-  args.recv_tokens = &recv_tokens;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  args.pre_act = &pre_act;
-  args.grad_expert_out = &grad_expert_out;
-  args.grad_recv = &grad_recv;
-  args.grads = &data_.grads();
   calls_.run(
-      "epx_moe_ffn_bwd", args, [&](const auto* ffn) { return epx_moe_ffn_bwd(&ffn_, ffn); },
-      [&](const auto* ffn, size_t* bytes) { return epx_moe_ffn_bwd_workspace(&ffn_, ffn, bytes); });
+      moe::FfnBwdArgs{.params = data_.params(),
+                      .recv_tokens = rows(measured_.by_row().recv_tokens),
+                      .counts = integers(measured_.counts()),
+                      .offsets = integers(measured_.offsets()),
+                      .pre_act = pre_act(),
+                      .grad_expert_out = rows(measured_.by_row().grad_expert_out),
+                      .grad_recv = rows(measured_.expert_rows().grad_recv),
+                      .grads = data_.grads()},
+      [&](const auto& args) { moe::ffn_bwd(ffn_, args); },
+      [&](const auto& args) { return moe::ffn_bwd_workspace(ffn_, args); });
 }
 
 void BlockPieces::router_bwd() {
-  const epx_tensor topk_idx = epx_tensor_2d(topk_idx_.data(), EPX_INT32, options_.tokens, options_.top_k);
-  const epx_tensor grads = epx_tensor_2d(grad_topk_weights_.data(), EPX_FLOAT32, options_.tokens, options_.top_k);
-  epx_moe_router_bwd_args args{};
-  args.logits = &data_.logits();
-  args.topk_idx = &topk_idx;
-  args.grad_topk_weights = &grads;
-  args.grad_logits = &data_.grad_logits();
   calls_.run(
-      "epx_moe_router_bwd", args, [&](const auto* router) { return epx_moe_router_bwd(&router_, router); },
-      [&](const auto* router, size_t* bytes) { return epx_moe_router_bwd_workspace(&router_, router, bytes); });
+      moe::RouterBwdArgs{.logits = data_.logits(),
+                         .topk_idx = {topk_idx_.data(), EPX_INT32, {options_.tokens, options_.top_k}},
+                         .grad_topk_weights = weights(grad_topk_weights_),
+                         .grad_logits = data_.grad_logits()},
+      [&](const auto& args) { moe::router_bwd(router_, args); },
+      [&](const auto& args) { return moe::router_bwd_workspace(router_, args); });
 }
 
-epx_tensor BlockPieces::rows(const Buffer& buffer) const {
-  return epx_tensor_2d(buffer.data(), options_.dtype, measured_.rows(), options_.hidden);
+Tensor BlockPieces::rows(const Buffer& buffer) const {
+  return {buffer.data(), options_.dtype, {measured_.rows(), options_.hidden}};
 }
 
-epx_tensor BlockPieces::integers(const Buffer& buffer) const {
-  return epx_tensor_1d(buffer.data(), EPX_INT64, static_cast<int64_t>(buffer.size() / sizeof(int64_t)));
+Tensor BlockPieces::integers(const Buffer& buffer) const {
+  return {buffer.data(), EPX_INT64, buffer.size() / sizeof(int64_t)};
+}
+
+Tensor BlockPieces::weights(const Buffer& buffer) const {
+  return {buffer.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}};
+}
+
+Tensor BlockPieces::pre_act() const {
+  return {pre_act_.data(), options_.dtype, {measured_.rows(), int64_t{2} * options_.block.ffn}};
 }
 
 } // namespace epx::bench

@@ -20,15 +20,17 @@ public:
   void keep_memory() { calls_.keep_workspace(); } // after a call of each
 
 private:
-  epx_tensor rows(const Buffer& buffer) const;
-  epx_tensor integers(const Buffer& buffer) const;
+  Tensor rows(const Buffer& buffer) const;
+  Tensor integers(const Buffer& buffer) const;
+  Tensor weights(const Buffer& buffer) const;
+  Tensor pre_act() const;
 
   Options options_;
   MeasuredGroup& measured_;
   const BlockData& data_;
   MoeCalls calls_;
-  epx_moe_router_config router_;
-  epx_moe_ffn_config ffn_;
+  moe::RouterConfig router_;
+  moe::FfnConfig ffn_;
   Buffer topk_idx_, topk_weights_, grad_topk_weights_; // [T, K] int32, float, float
   Buffer pre_act_;                                     // [N, 2F]
 };

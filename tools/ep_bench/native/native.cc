@@ -40,15 +40,15 @@ public:
   void make(NativeCall call, size_t set) {
     const TokenTensors& inputs = inputs_[set];
     const int64_t T = options_.tokens, K = options_.top_k, H = options_.hidden;
-    const epx_tensor tokens = epx_tensor_2d(inputs.tokens.data(), options_.dtype, T, H);
+    const ConstTensor tokens(inputs.tokens.data(), options_.dtype, {T, H});
     switch (call) {
     case NativeCall::Dispatch:
-      return native_->dispatch(epx_tensor_2d(inputs.topk_idx.data(), EPX_INT64, T, K), tokens, expert_rows_);
+      return native_->dispatch({inputs.topk_idx.data(), EPX_INT64, {T, K}}, tokens, expert_rows_);
     case NativeCall::DispatchRows:
       return native_->dispatch_rows(tokens, expert_rows_);
     case NativeCall::Combine:
-      return native_->combine(expert_rows_, epx_tensor_2d(inputs.topk_weights.data(), EPX_FLOAT32, T, K),
-                              epx_tensor_2d(out_.data(), options_.dtype, T, H));
+      return native_->combine(expert_rows_, {inputs.topk_weights.data(), EPX_FLOAT32, {T, K}},
+                              {out_.data(), options_.dtype, {T, H}});
     }
   }
 

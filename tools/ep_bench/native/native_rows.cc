@@ -31,70 +31,57 @@ NativeRows::NativeRows(const Options& options, int rank, const std::vector<int32
   arrived_ = plain(max_rows, row);
 }
 
-void NativeRows::dispatch(const epx_tensor& topk_idx, const epx_tensor& tokens, const Buffer& recv_tokens) {
+void NativeRows::dispatch(const ConstTensor& topk_idx, const ConstTensor& tokens, const Buffer& recv_tokens) {
   sort(topk_idx, E_, by_expert_);
   all_to_all_->gather_counts(by_expert_.counts);
   permute(home_map(), tokens, row_tensor(home_, T_ * K_)); // while the host waits for the counts
   plan();
   send_to_experts();
-  if (num_local_ > 0) sort(epx_tensor_2d(arrived_experts_.data(), EPX_INT32, num_rows_, 1), num_local_, by_local_expert_);
+  if (num_local_ > 0) sort({arrived_experts_.data(), EPX_INT32, {num_rows_, 1}}, num_local_, by_local_expert_);
   permute(local_map(), rows(arrived_), rows(recv_tokens));
 }
 
-void NativeRows::dispatch_rows(const epx_tensor& tokens, const Buffer& recv_tokens) {
+void NativeRows::dispatch_rows(const ConstTensor& tokens, const Buffer& recv_tokens) {
   permute(home_map(), tokens, row_tensor(home_, T_ * K_));
   send_to_experts();
   permute(local_map(), rows(arrived_), rows(recv_tokens));
 }
 
-void NativeRows::combine(const Buffer& expert_out, const epx_tensor& topk_weights, const epx_tensor& out) {
-  const epx_tensor arrival = local_map(), sorted = rows(expert_out), leaving = rows(arrived_);
-  epx_moe_unpermute_args unsort{};
-  unsort.row_map = &arrival;
-  unsort.rows = &sorted;
-  unsort.tokens = &leaving;
-  if (num_rows_ > 0) calls_.run("epx_moe_unpermute", unsort, epx_moe_unpermute);
+void NativeRows::combine(const Buffer& expert_out, const ConstTensor& topk_weights, const Tensor& out) {
+  if (num_rows_ > 0)
+    calls_.run(moe::UnpermuteArgs{.row_map = local_map(), .rows = rows(expert_out), .tokens = rows(arrived_)},
+               moe::unpermute);
   all_to_all_->exchange(arrived_, expert_rows_, returned_, home_rows_, row_bytes(options_));
-
-  const epx_tensor routes = home_map(), returned = row_tensor(returned_, T_ * K_);
-  epx_moe_unpermute_args sum{};
-  sum.row_map = &routes;
-  sum.rows = &returned;
-  sum.topk_weights = &topk_weights;
-  sum.tokens = &out;
-  if (T_ > 0) calls_.run("epx_moe_unpermute", sum, epx_moe_unpermute);
+  if (T_ > 0)
+    calls_.run(
+        moe::UnpermuteArgs{
+            .row_map = home_map(), .rows = row_tensor(returned_, T_ * K_), .topk_weights = topk_weights, .tokens = out},
+        moe::unpermute);
 }
 
-void NativeRows::combine_bwd(const epx_tensor& grad_out, const epx_tensor& topk_weights, const Buffer& grad_expert_out,
-                             const epx_tensor& grad_topk_weights) {
-  const epx_tensor routes = home_map(), returned = row_tensor(returned_, T_ * K_), grads = row_tensor(home_, T_ * K_);
-  epx_moe_unpermute_bwd_args sum{};
-  sum.row_map = &routes;
-  sum.grad_tokens = &grad_out;
-  sum.rows = &returned;
-  sum.topk_weights = &topk_weights;
-  sum.grad_rows = &grads;
-  sum.grad_topk_weights = &grad_topk_weights;
-  if (T_ > 0) calls_.run("epx_moe_unpermute_bwd", sum, epx_moe_unpermute_bwd, epx_moe_unpermute_bwd_workspace);
+void NativeRows::combine_bwd(const ConstTensor& grad_out, const ConstTensor& topk_weights, const Buffer& grad_expert_out,
+                             const Tensor& grad_topk_weights) {
+  if (T_ > 0)
+    calls_.run(moe::UnpermuteBwdArgs{.row_map = home_map(),
+                                     .grad_tokens = grad_out,
+                                     .rows = row_tensor(returned_, T_ * K_),
+                                     .topk_weights = topk_weights,
+                                     .grad_rows = row_tensor(home_, T_ * K_),
+                                     .grad_topk_weights = grad_topk_weights},
+               moe::unpermute_bwd, moe::unpermute_bwd_workspace);
   send_to_experts();
   permute(local_map(), rows(arrived_), rows(grad_expert_out));
 }
 
-void NativeRows::dispatch_bwd(const Buffer& grad_recv, const epx_tensor& grad_tokens) {
-  const epx_tensor arrival = local_map(), sorted = rows(grad_recv), leaving = rows(arrived_);
-  epx_moe_permute_bwd_args unsort{};
-  unsort.row_map = &arrival;
-  unsort.grad_rows = &sorted;
-  unsort.grad_tokens = &leaving;
-  if (num_rows_ > 0) calls_.run("epx_moe_permute_bwd", unsort, epx_moe_permute_bwd);
+void NativeRows::dispatch_bwd(const Buffer& grad_recv, const Tensor& grad_tokens) {
+  if (num_rows_ > 0)
+    calls_.run(moe::PermuteBwdArgs{.row_map = local_map(), .grad_rows = rows(grad_recv), .grad_tokens = rows(arrived_)},
+               moe::permute_bwd);
   all_to_all_->exchange(arrived_, expert_rows_, home_, home_rows_, row_bytes(options_));
-
-  const epx_tensor routes = home_map(), grad_rows = row_tensor(home_, T_ * K_);
-  epx_moe_permute_bwd_args sum{};
-  sum.row_map = &routes;
-  sum.grad_rows = &grad_rows;
-  sum.grad_tokens = &grad_tokens;
-  if (T_ > 0) calls_.run("epx_moe_permute_bwd", sum, epx_moe_permute_bwd);
+  if (T_ > 0)
+    calls_.run(
+        moe::PermuteBwdArgs{.row_map = home_map(), .grad_rows = row_tensor(home_, T_ * K_), .grad_tokens = grad_tokens},
+        moe::permute_bwd);
 }
 
 void NativeRows::plan() {
@@ -120,44 +107,37 @@ void NativeRows::plan() {
   if (num_rows_ > 0) all_to_all_->upload(local_experts, arrived_experts_);
 }
 
-void NativeRows::sort(const epx_tensor& topk_idx, int64_t num_experts, Order& order) {
-  const epx_tensor counts = integers(order.counts, num_experts), offsets = integers(order.offsets, num_experts + 1);
-  const epx_tensor row_map = epx_tensor_2d(order.row_map.data(), EPX_INT32, topk_idx.sizes[0], topk_idx.sizes[1]);
-  epx_moe_row_map_args args{};
-  args.topk_idx = &topk_idx;
-  args.counts = &counts;
-  args.offsets = &offsets;
-  args.row_map = &row_map;
-  calls_.run("epx_moe_row_map", args, epx_moe_row_map, epx_moe_row_map_workspace);
+void NativeRows::sort(const ConstTensor& topk_idx, int64_t num_experts, Order& order) {
+  calls_.run(moe::RowMapArgs{.topk_idx = topk_idx,
+                             .counts = integers(order.counts, num_experts),
+                             .offsets = integers(order.offsets, num_experts + 1),
+                             .row_map = {order.row_map.data(), EPX_INT32, {topk_idx.size(0), topk_idx.size(1)}}},
+             moe::row_map, moe::row_map_workspace);
 }
 
-void NativeRows::permute(const epx_tensor& row_map, const epx_tensor& tokens, const epx_tensor& rows) {
-  if (rows.sizes[0] == 0) return;
-  epx_moe_permute_args args{};
-  args.row_map = &row_map;
-  args.tokens = &tokens;
-  args.rows = &rows;
-  calls_.run("epx_moe_permute", args, epx_moe_permute, epx_moe_permute_workspace);
+void NativeRows::permute(const ConstTensor& row_map, const ConstTensor& tokens, const Tensor& rows) {
+  if (rows.size(0) > 0)
+    calls_.run(moe::PermuteArgs{.row_map = row_map, .tokens = tokens, .rows = rows}, moe::permute, moe::permute_workspace);
 }
 
 void NativeRows::send_to_experts() {
   all_to_all_->exchange(home_, home_rows_, arrived_, expert_rows_, row_bytes(options_));
 }
 
-epx_tensor NativeRows::row_tensor(const Buffer& buffer, int64_t count) const {
-  return epx_tensor_2d(buffer.data(), options_.dtype, count, options_.hidden);
+Tensor NativeRows::row_tensor(const Buffer& buffer, int64_t count) const {
+  return {buffer.data(), options_.dtype, {count, options_.hidden}};
 }
 
-epx_tensor NativeRows::home_map() const {
-  return epx_tensor_2d(by_expert_.row_map.data(), EPX_INT32, T_, K_);
+Tensor NativeRows::home_map() const {
+  return {by_expert_.row_map.data(), EPX_INT32, {T_, K_}};
 }
 
-epx_tensor NativeRows::local_map() const {
-  return epx_tensor_2d(by_local_expert_.row_map.data(), EPX_INT32, num_rows_, 1);
+Tensor NativeRows::local_map() const {
+  return {by_local_expert_.row_map.data(), EPX_INT32, {num_rows_, 1}};
 }
 
-epx_tensor NativeRows::integers(const Buffer& buffer, int64_t count) {
-  return epx_tensor_1d(buffer.data(), EPX_INT32, count);
+Tensor NativeRows::integers(const Buffer& buffer, int64_t count) {
+  return {buffer.data(), EPX_INT32, count};
 }
 
 } // namespace epx::bench

@@ -8,7 +8,7 @@
 #include <memory>
 #include <vector>
 
-#include "epx/epx_moe.h"
+#include "epx/epx_moe.hpp"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/moe_calls.h"
 #include "tools/ep_bench/native/all_to_all.h"
@@ -27,23 +27,23 @@ public:
   // buffers [max_rows, H], of which num_rows() are in use; tensors have the options' shapes.
 
   // Sorts the routes, and waits on the host for the counts. `topk_idx` [T, K] has experts only.
-  void dispatch(const epx_tensor& topk_idx, const epx_tensor& tokens, const Buffer& recv_tokens);
+  void dispatch(const ConstTensor& topk_idx, const ConstTensor& tokens, const Buffer& recv_tokens);
   // Sends the rows by the plan of the last dispatch(); the host waits for nothing. So do the others.
-  void dispatch_rows(const epx_tensor& tokens, const Buffer& recv_tokens);
+  void dispatch_rows(const ConstTensor& tokens, const Buffer& recv_tokens);
   // Sums each token's rows times their weights in fp32.
-  void combine(const Buffer& expert_out, const epx_tensor& topk_weights, const epx_tensor& out);
+  void combine(const Buffer& expert_out, const ConstTensor& topk_weights, const Tensor& out);
   // Follows the combine of the same rows.
-  void combine_bwd(const epx_tensor& grad_out, const epx_tensor& topk_weights, const Buffer& grad_expert_out,
-                   const epx_tensor& grad_topk_weights);
-  void dispatch_bwd(const Buffer& grad_recv, const epx_tensor& grad_tokens);
+  void combine_bwd(const ConstTensor& grad_out, const ConstTensor& topk_weights, const Buffer& grad_expert_out,
+                   const Tensor& grad_topk_weights);
+  void dispatch_bwd(const Buffer& grad_recv, const Tensor& grad_tokens);
 
   void keep_workspace() { calls_.keep_workspace(); } // calls from now on are like those before
 
   // By the last dispatch().
-  int64_t num_rows() const { return num_rows_; }                                            // N, of the experts here
-  epx_tensor rows(const Buffer& buffer) const { return row_tensor(buffer, num_rows_); }     // [N, H]
-  epx_tensor counts() const { return integers(by_local_expert_.counts, num_local_); }       // [E_l] INT32
-  epx_tensor offsets() const { return integers(by_local_expert_.offsets, num_local_ + 1); } // [E_l + 1] INT32
+  int64_t num_rows() const { return num_rows_; }                                        // N, of the experts here
+  Tensor rows(const Buffer& buffer) const { return row_tensor(buffer, num_rows_); }     // [N, H]
+  Tensor counts() const { return integers(by_local_expert_.counts, num_local_); }       // [E_l] INT32
+  Tensor offsets() const { return integers(by_local_expert_.offsets, num_local_ + 1); } // [E_l + 1] INT32
 
 private:
   // Where the rows of a sort lie.
@@ -55,14 +55,14 @@ private:
   // Computes what goes where from all ranks' counts, and uploads the local expert of each row; rows arrive by (source, expert).
   void plan();
   // `topk_idx` [tokens, top_k].
-  void sort(const epx_tensor& topk_idx, int64_t num_experts, Order& order);
-  void permute(const epx_tensor& row_map, const epx_tensor& tokens, const epx_tensor& rows);
+  void sort(const ConstTensor& topk_idx, int64_t num_experts, Order& order);
+  void permute(const ConstTensor& row_map, const ConstTensor& tokens, const Tensor& rows);
   void send_to_experts();
 
-  epx_tensor row_tensor(const Buffer& buffer, int64_t count) const;
-  epx_tensor home_map() const;  // [T, K]
-  epx_tensor local_map() const; // [N, 1]
-  static epx_tensor integers(const Buffer& buffer, int64_t count);
+  Tensor row_tensor(const Buffer& buffer, int64_t count) const;
+  Tensor home_map() const;  // [T, K]
+  Tensor local_map() const; // [N, 1]
+  static Tensor integers(const Buffer& buffer, int64_t count);
 
   Options options_;
   MoeCalls calls_;
