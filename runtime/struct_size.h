@@ -1,5 +1,6 @@
-// SPDX-License-Identifier: Apache-2.0 The growth of the C API's structs (docs/api.md, "How this API grows"): what a
-// caller of an older or a newer epx passes becomes what this library knows, and the other way round.
+// SPDX-License-Identifier: Apache-2.0
+// The growth of the C API's structs (docs/api.md, "How this API grows"): what a caller of an older or a newer epx passes
+// becomes what this library knows, and the other way round.
 #pragma once
 
 #include <algorithm>
@@ -67,8 +68,8 @@ void require_struct_size(const GrowingStruct& type, size_t given);
 // Throws when one of the bytes [known, given) of a caller's struct is not 0.
 void require_zero_beyond(const GrowingStruct& type, const void* address, size_t given, size_t known);
 
-// The args of a call. What an older caller's struct does not have is 0; of a newer caller's, what this library does not
-// know has to be 0.
+// The args of a call. What an older caller's struct does not have is 0; of a newer caller's, what this library does not know
+// has to be 0.
 template <typename Args>
 Args read_args(const Args* given) {
   assert_rules_of_growth<Args>();
@@ -80,8 +81,8 @@ Args read_args(const Args* given) {
   return args;
 }
 
-// Fills in a caller's output with what values_of() returns: as many bytes as both know, and 0 in the caller's rest.
-// struct_size stays as the caller set it. values_of is not called when that is refused.
+// Fills in a caller's output with what values_of() returns: as many bytes as both know, and 0 in the caller's rest. struct_size
+// stays as the caller set it. values_of is not called when that is refused.
 template <typename Struct, typename ValuesOf>
 void write_output(Struct* out, const ValuesOf& values_of) {
   assert_rules_of_growth<Struct>();

@@ -1,8 +1,9 @@
-// SPDX-License-Identifier: Apache-2.0 coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N] Runs epx
-// beside kernels of others that wait for peers too, and tests the guarantee of docs/api.md, "Beside other kernels". In
-// each round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each
-// round ends soon, with right results; outside it every rank reports the cause soon after timeout_ms.
-// CUDA_DEVICE_MAX_CONNECTIONS comes from the environment.
+// SPDX-License-Identifier: Apache-2.0
+// coexistence [--rounds N] [--seed S] [--num-comm-sms N] [--nccl-ctas N]
+// Runs epx beside kernels of others that wait for peers too, and tests the guarantee of docs/api.md, "Beside other kernels". In
+// each round every rank enqueues the same work on several streams, in an order of its own. Inside the guarantee each round ends
+// soon, with right results; outside it every rank reports the cause soon after timeout_ms. CUDA_DEVICE_MAX_CONNECTIONS comes
+// from the environment.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>

@@ -2,9 +2,9 @@
 // The launch plan of a group: the grid of each kernel, the roles of its warps, and whether it is launched with programmatic
 // dependent launch (PDL).
 //
-// Every kernel of the stages is a cooperative grid whose blocks wait for peers, and holds its SMs meanwhile. So a group
-// takes no more SMs than num_comm_sms, and by default leaves some to kernels of other libraries that wait as well
-// (docs/api.md, "Beside other kernels"). What was measured of that is in the group's Tuning.
+// Every kernel of the stages is a cooperative grid whose blocks wait for peers, and holds its SMs meanwhile. So a group takes
+// no more SMs than num_comm_sms, and by default leaves some to kernels of other libraries that wait as well (docs/api.md,
+// "Beside other kernels"). What was measured of that is in the group's Tuning.
 #pragma once
 
 #include <cstddef>
@@ -19,17 +19,16 @@
 
 namespace epx::cuda {
 
-// How many blocks do nothing but send on the low-latency path, where at least `min_tiles` tiles are to be sent: the first
-// ones of those that move rows, and at most half of them. The largest min_tiles means never; tests may take them all the
-// same.
+// How many blocks do nothing but send on the low-latency path, where at least `min_tiles` tiles are to be sent: the first ones
+// of those that move rows, and at most half of them. The largest min_tiles means never; tests may take them all the same.
 struct LlSenders {
   uint32_t blocks;
   uint32_t min_tiles;
 };
 
-// Warp specialization of a movement's grid. In the first `sender_blocks` blocks the first `sender_warps` warps send, and
-// the last `signal_warps` warps signal. If these are all blocks of the grid, their other warps receive; otherwise all
-// warps of the other blocks receive.
+// Warp specialization of a movement's grid. In the first `sender_blocks` blocks the first `sender_warps` warps send, and the
+// last `signal_warps` warps signal. If these are all blocks of the grid, their other warps receive; otherwise all warps of the
+// other blocks receive.
 struct WarpRoleCounts {
   int sender_blocks;
   int sender_warps; // per sender block
@@ -37,9 +36,9 @@ struct WarpRoleCounts {
   bool joins;       // a sender that has no more to send receives, and so does a signal warp then
   LlSenders ll_senders{};
 };
-// What the receivers of a kernel with the roles of scatter do. rows: they copy or scale rows, or compute dot products.
-// sums: they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy
-// rows only where these do not come in place.
+// What the receivers of a kernel with the roles of scatter do. rows: they copy or scale rows, or compute dot products. sums:
+// they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only
+// where these do not come in place.
 enum class ReceiverWork { rows, sums, routes };
 // Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
 // warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
@@ -85,26 +84,26 @@ void load_kernels(std::span<const void* const> kernels);
 
 class LaunchPlan {
 public:
-  // Loads all kernels, and chooses grids whose blocks are all resident at the same time on at most num_comm_sms SMs (0
-  // stands for the default). max_ll_tokens: the window's ll_tokens. Throws.
+  // Loads all kernels, and chooses grids whose blocks are all resident at the same time on at most num_comm_sms SMs (0 stands
+  // for the default). max_ll_tokens: the window's ll_tokens. Throws.
   LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_comm_sms);
 
-  // Of this GPU, in a group that has so many ranks on a node. resolve_num_sms returns how many SMs are left of
-  // num_comm_sms (0: the default) when `others` are taken; at least 1.
+  // Of this GPU, in a group that has so many ranks on a node. resolve_num_sms returns how many SMs are left of num_comm_sms (0:
+  // the default) when `others` are taken; at least 1.
   static int resolve_num_sms(int num_ranks, int num_comm_sms, int others);
   static LlLimits find_ll_limits(int num_ranks, int num_comm_sms);
 
   int num_sms() const { return num_sms_; } // the SMs that the group takes at most
   int max_prepare_blocks() const { return prepare_blocks_; }
 
-  // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this
-  // rank's routes; `tokens` and `row_bytes` are those of this rank's call. `pad_alignment` is the alignment of zones
-  // whose pads the kernel clears; 1: it clears none. The caller serializes these calls.
+  // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
+  // routes; `tokens` and `row_bytes` are those of this rank's call. `pad_alignment` is the alignment of zones whose pads the
+  // kernel clears; 1: it clears none. The caller serializes these calls.
   PrepareGrid next_prepare(int64_t routes, cudaStream_t stream);
   PrepareDispatchGrid next_prepare_dispatch(int64_t tokens, int top_k, int64_t row_bytes, int pad_alignment,
                                             cudaStream_t stream);
-  // Returns whether one kernel makes prepare_dispatch of tokens that are too many for the low-latency path; their rows
-  // have so many bytes when each is counted once for each of the token's routes.
+  // Returns whether one kernel makes prepare_dispatch of tokens that are too many for the low-latency path; their rows have so
+  // many bytes when each is counted once for each of the token's routes.
   bool has_ht_prepare_dispatch(int64_t route_bytes) const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
   MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, ReceiverWork receivers,
