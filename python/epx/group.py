@@ -232,7 +232,8 @@ class Group(GroupBase):
     def combine(self, plan, expert_out, recv_weights=None, *, out=None) -> numpy.ndarray:
         """Brings the experts' outputs back. Collective.
 
-        expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.  out: [T, H] to be written.
+        expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
+        out: [T, H] of the same dtype to be written.
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self.require_host()
@@ -249,8 +250,8 @@ class Group(GroupBase):
     ) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of combine(). Collective.
 
-        grad_out: [T, H].  recv_weights: [N] float32, as combine had them.  expert_out: [N, H], when the gradient of
-        recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights, else plan.num_rows.
+        grad_out: [T, H] float32, float16 or bfloat16.  recv_weights: [N] float32, as combine had them.  expert_out: [N, H],
+        when the gradient of recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights, else plan.num_rows.
         Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
         """
         self.require_host()
@@ -279,7 +280,7 @@ class Group(GroupBase):
     def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of dispatch(). Collective.
 
-        grad_recv: [N, H].  grad_recv_weights: [N] float32, or None on all ranks.
+        grad_recv: [N, H] float32, float16 or bfloat16.  grad_recv_weights: [N] float32, or None on all ranks.
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self.require_host()

@@ -162,7 +162,8 @@ class Block(Unique):
         return {**first, "down_weight": (local, hidden, ffn)}
 
     def forward(self, tokens, logits, params, *, flight=0, selection_bias=None, token_mask=None) -> Output:
-        """Collective. tokens: [T, H].  logits: [T, E].  selection_bias: [E].  token_mask: [T] uint8 or bool, 0 masks the token.
+        """Collective. tokens: [T, H], logits: [T, E] and selection_bias: [E], of the block's dtype.  token_mask: [T] uint8 or
+        bool; 0 masks the token.
         Keeps in `flight` what backward needs. Returns an Output."""
         handle = self._handle()
         sent = tensor("tokens", tokens, (None, self._ffn.hidden_dim), (self._dtype,))
@@ -196,8 +197,9 @@ class Block(Unique):
     def backward(
         self, grad_out, params, *, flight=0, aux_loss_grad=0.0, grads=None
     ) -> tuple[numpy.ndarray, numpy.ndarray, dict]:
-        """Collective. grad_out: [T, H] of the forward in `flight`.  aux_loss_grad: gradient of the loss with respect to the
-        router's load-balance loss.  grads: arrays by name that the gradients of the parameters are added to; None: new ones.
+        """Collective. grad_out: [T, H] of the block's dtype, for the forward in `flight`.  aux_loss_grad: gradient of the loss with
+        respect to the router's load-balance loss.  grads: arrays by name that the gradients of the parameters are added to;
+        None: new ones.
         Returns (grad_tokens [T, H], grad_logits [T, E], grads). grad_tokens is through the experts; what comes through the
         logits is the caller's to add."""
         handle = self._handle()

@@ -397,7 +397,8 @@ def prepare_dispatch(
 def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
     """Brings the experts' outputs back. Collective.
 
-    expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None on all ranks: all 1.
+    expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None on all
+    ranks: all 1.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
     """
     group = _group_of(plan, Plan)

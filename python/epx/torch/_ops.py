@@ -16,7 +16,7 @@ from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require
 from ._derivatives import differentiable_once
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
-from ._sidecars import as_bytes, call_with, new_sidecar, received
+from ._sidecars import as_bytes, new_sidecar, received
 
 _prepare_dispatch, _prepare_dispatch_sidecar = ops.prepare_dispatch.default, ops.prepare_dispatch_sidecar.default
 _dispatch_sidecar = ops.dispatch_sidecar.default
@@ -137,12 +137,11 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tok
 
 
 class _Dispatch(torch.autograd.Function):
-    """args, here and in the two next ones: what the operator takes behind topk_weights and before a sidecar, four of them."""
-
     @staticmethod
-    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, *args):
-        outputs = _run_dispatch(sidecar, number, handle_mem, tokens, topk_weights, *args)
-        _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, *args[:2])
+    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
+        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(handle_mem)
+        outputs = _run_dispatch(sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
         if sidecar is not None:
             ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -155,10 +154,13 @@ class _Dispatch(torch.autograd.Function):
 
 class _DispatchInto(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, *args):
-        outputs = _run_dispatch_into(sidecar, number, handle_mem, tokens, topk_weights, *args)
-        ctx.mark_dirty(outputs[0])
-        _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, *args[:2])
+    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
+        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(handle_mem)
+        ctx.mark_dirty(recv_tokens)
+        outputs = _run_dispatch_into(
+            sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens
+        )
         if sidecar is not None:
             ctx.mark_non_differentiable(outputs[2])
         return outputs
@@ -171,9 +173,12 @@ class _DispatchInto(torch.autograd.Function):
 
 class _PrepareDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, *args):
-        outputs = _run_prepare_dispatch(sidecar, number, tokens, topk_idx, topk_weights, *args)
-        _save_dispatch(ctx, number, outputs[0], tokens, topk_weights, topk_idx.shape[1], args[0])
+    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
+        outputs = _run_prepare_dispatch(
+            sidecar, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
+        )
+        ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(outputs[0])
         ctx.mark_non_differentiable(*outputs[:2], *outputs[4:])
         return outputs
 
@@ -185,11 +190,15 @@ class _PrepareDispatch(torch.autograd.Function):
 
 
 def _run_dispatch(sidecar, number, *args):
-    return call_with(number, _dispatch, _dispatch_sidecar, (number, *args), sidecar)
+    if sidecar is None:
+        return call(number, _dispatch, number, *args)
+    return call(number, _dispatch_sidecar, number, *args, sidecar)
 
 
 def _run_prepare_dispatch(sidecar, number, *args):
-    return call_with(number, _prepare_dispatch, _prepare_dispatch_sidecar, (number, *args), sidecar)
+    if sidecar is None:
+        return call(number, _prepare_dispatch, number, *args)
+    return call(number, _prepare_dispatch_sidecar, number, *args, sidecar)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -198,11 +207,6 @@ def _run_dispatch_into(sidecar, number, *args):
     recv_sidecar = new_sidecar(recv_tokens, sidecar)
     weights = call(number, _dispatch_into, number, *args, sidecar, recv_sidecar)
     return (recv_tokens, weights) if sidecar is None else (recv_tokens, weights, recv_sidecar)
-
-
-def _save_dispatch(ctx, number, handle_mem, tokens, topk_weights, top_k, alignment):
-    ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
-    ctx.save_for_backward(handle_mem)
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -362,14 +366,14 @@ def dispatch(
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
-    require_one_size("num_rows", num_rows, recv_tokens, "N")
     require_usable(group, "tokens", tokens)
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
     args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
-    bytes_ = as_bytes(group, sidecar, tokens)
+    bytes_ = None if sidecar is None else as_bytes(group, sidecar, tokens)
     if recv_tokens is not None:
+        require_one_size("num_rows", num_rows, recv_tokens, "N")
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
         _require_writable(group, "recv_tokens", recv_tokens)
@@ -390,7 +394,7 @@ def dispatch(
 def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | None = None) -> torch.Tensor:
     """Brings the experts' outputs back. Collective, and so is its backward.
 
-    expert_out: [N, H].  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
+    expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
     require_kind("plan", plan, Plan)

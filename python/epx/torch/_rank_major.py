@@ -14,7 +14,7 @@ from ._derivatives import differentiable_once
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
-from ._sidecars import as_bytes, call_with, new_sidecar, received
+from ._sidecars import as_bytes, new_sidecar, received
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
 _dispatch_sidecar, _dispatch_into = ops.dispatch_rank_major_sidecar.default, ops.dispatch_rank_major_into.default
@@ -114,7 +114,9 @@ class _DispatchInto(torch.autograd.Function):
 
 
 def _run_dispatch(sidecar, number, *args):
-    return call_with(number, _dispatch, _dispatch_sidecar, (number, *args), sidecar)
+    if sidecar is None:
+        return call(number, _dispatch, number, *args)
+    return call(number, _dispatch_sidecar, number, *args, sidecar)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -214,7 +216,8 @@ def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.T
     """Brings the rows back, which the caller has summed over each token's experts of this rank. Collective, and so is its
     backward. Refused in a group of combine_precision "exact".
 
-    expert_out: [P, M, H].  Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
+    expert_out: [P, M, H] float32, float16 or bfloat16.
+    Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
     require_kind("plan", plan, RankMajorPlan)
     group, number = plan.group, plan.group.number

@@ -4,7 +4,7 @@
 import torch
 
 from .._values import require_sidecar
-from ._group import call, require_usable
+from ._group import require_usable
 
 
 def as_bytes(group, sidecar, tokens):
@@ -17,11 +17,6 @@ def as_bytes(group, sidecar, tokens):
     return sidecar.detach().view(torch.uint8)
 
 
-def call_with(number, op, op_with_sidecar, args, sidecar):
-    """Calls an operator, or the one that takes a sidecar too and returns what becomes of it last."""
-    return call(number, op, *args) if sidecar is None else call(number, op_with_sidecar, *args, sidecar)
-
-
 def new_sidecar(recv_tokens, sidecar):
     """Memory for the sidecar of rows [..., H]; None for none."""
     return None if sidecar is None else sidecar.new_empty(*recv_tokens.shape[:-1], sidecar.shape[1])
@@ -29,5 +24,8 @@ def new_sidecar(recv_tokens, sidecar):
 
 def received(results, topk_weights, sidecar):
     """What a dispatch returns to its caller, of (recv_tokens, recv_weights) and the bytes of recv_sidecar where there is one."""
-    rows, weights, *bytes_ = results
-    return rows, None if topk_weights is None else weights, *[each.view(sidecar.dtype) for each in bytes_]
+    if sidecar is None:
+        rows, weights = results
+        return rows, None if topk_weights is None else weights
+    rows, weights, recv_sidecar = results
+    return rows, None if topk_weights is None else weights, recv_sidecar.view(sidecar.dtype)
