@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads off two files of ep_bench --json where one overtakes the other, for the entries of docs/tuning.md.
 
-crossings.py A.json B.json [--over tokens|num_comm_sms|hidden] [--same PERCENT]
+crossings.py A.json B.json [--over tokens|num_comm_sms] [--same PERCENT]
 
 Points of the two files pair by all of their config. For each line of ep_bench's table, one sentence says which file is faster in which
 range of --over, and where they cross: between two points, on the straight line through the logarithms of the ratios. Points whose medians differ
@@ -82,7 +82,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("first", type=pathlib.Path)
     parser.add_argument("second", type=pathlib.Path)
-    parser.add_argument("--over", choices=("tokens", "num_comm_sms", "hidden"), default="tokens")
+    parser.add_argument("--over", choices=("tokens", "num_comm_sms"), default="tokens")
     parser.add_argument("--same", type=float, default=1.0, help="percent")
     arguments = parser.parse_args()
     names = [str(arguments.first), str(arguments.second)]

@@ -38,8 +38,9 @@
  *   returns. With EPX_TRANSPORT_NCCL they are memory of the rank's GPU, `stream` is a cudaStream_t, and the operations are
  *   asynchronous on it. A later call returns what goes wrong there, and epx_group_status() reports it.
  * - One thread at a time uses a group. Any thread may call epx_group_abort, epx_group_status and epx_group_destroy.
- * - Structs begin with struct_size. Zero the struct, set struct_size to its sizeof, then set the fields (or let the _init
- *   function of a config do so). A program that was built against 0.1 runs with every later libepx.so.0.
+ * - Structs begin with struct_size, but for epx_tensor and epx_layer. Zero the struct, set struct_size to its sizeof, then
+ *   set the fields (or let the _init function of a config do so). A program that was built against 0.1 runs with every
+ *   later libepx.so.0.
  * - A _destroy function accepts NULL, and frees also where it returns an error. One that returns nothing is local: it waits
  *   for no peer, and a rank may call it alone. One that returns a status is collective, as epx_mem_free is.
  *
@@ -342,7 +343,7 @@ EPX_API epx_status epx_group_config_init(epx_group_config* config);
 /** Creates the group of this rank. Collective over the bootstrap: all its ranks call, and either all succeed or all fail.
  * All memory that calls need is allocated here. The bootstrap and the config stay the caller's.
  * Errors:
- * - INVALID_ARGUMENT: this rank's config, or EPX_CHECK_HANDLE_MEM or EPX_LOG has no value that it may have.
+ * - INVALID_ARGUMENT: this rank's config, or EPX_CHECK_HANDLE_MEM, EPX_LOG or EPX_TUNING has no value that it may have.
  * - MISMATCH: the message names the field, two ranks and their values.
  * - UNSUPPORTED: the transport; ranks on several machines with transport host; more experts than the GPU's shared memory
  *   has room for; nodes that transport nccl cannot serve, with those that were found, or more than 64 ranks in one of

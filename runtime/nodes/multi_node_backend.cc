@@ -64,7 +64,8 @@ private:
   NodeExchange exchange_;
 };
 
-// Refuses the operations that are not made of legs. The check of the arguments has done so before, with a reason.
+// Refuses the operations that are not made of legs. Of the rank-major calls the check of the arguments has done so before, with a
+// reason.
 class RefusedStages : public Stages {
 #define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
   void stage(const Call&) override {                                                                                       \

@@ -43,6 +43,9 @@ printf '   %s\n' "${flags[@]}"
 read -ra compile_flags <<<"$(pkg-config --cflags epx)" # compilers may warn about libraries where they link nothing
 version=$(pkg-config --modversion epx)
 
+step "the pages that headers and errors name"
+ls "$root$prefix"/share/doc/epx/{api,scaling,troubleshooting}.md
+
 step "epx.h alone, as C11 and as C++17"
 printf '#include <epx/epx.h>\n' | tee "$work/header.c" >"$work/header.cc"
 "${cc[@]}" -std=c11 "${strict[@]}" -c "$work/header.c" -o "$work/header_c.o" "${compile_flags[@]}"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// SIGINT and SIGTERM end the calls that wait and then the run, on all ranks, so that what was measured is not lost.
+// SIGINT and SIGTERM end the calls that wait and then the run, on all ranks, so that what was measured is not lost. The creation
+// of a group is waited for (KeepWaiting); a second signal ends the process.
 #pragma once
 
 #include "tools/ep_bench/errors.h"

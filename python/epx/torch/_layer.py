@@ -270,8 +270,9 @@ class MoELayer(torch.nn.Module):
             refuse_choice("reduce_gradients", reduce_gradients, ("mean", "none"))
         self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
+        config = _BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute)  # which refuses what is no group
         self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
-        self._create(_BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute).struct, arena, max_in_flight)
+        self._create(config.struct, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
         first = 2 * inner if ffn.activation == "swiglu" else inner
 
