@@ -320,6 +320,19 @@ TEST_CASE("ep_bench sweep: a point that fails is marked, and the next one runs")
   CHECK_MESSAGE(contains(table, "3 tokens  dispatch_bwd"), table);
 }
 
+TEST_CASE("ep_bench sweep: a signal while the file is written ends the run with its table") {
+  const Sweep sweep = sweep_of({"--tokens", "1,2,3"});
+  const Peers peers(alone(), 1);
+  Progress progress(sweep.points.size(), false);
+  std::vector<bool> reports; // whether each was the last, which prints the table
+  const auto report = [&](std::span<const PointResult>, bool is_last) {
+    reports.push_back(is_last);
+    if (!is_last) throw AgreedError(kExitSignal + 2, "interrupted");
+  };
+  CHECK_THROWS_AS(run_sweep(sweep, peers, results_of, report, progress), AgreedError);
+  CHECK(reports == std::vector<bool>{false, true});
+}
+
 TEST_CASE("ep_bench sweep: a rank that dies or a signal leaves the finished points") {
   const TemporaryFile file("");
   const Sweep sweep = sweep_of({"--tokens", "1,2,3", "--json", file.name()});
