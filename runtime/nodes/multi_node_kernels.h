@@ -114,10 +114,10 @@ struct MultiNodePrepareParams; // multi_node_prepare_params.h: what all kernels 
 // Counts this rank's routes by expert, of each block and in all, and writes its AgreedFields.
 cudaError_t launch_count_routes(const MultiNodePrepareParams& params, cudaStream_t stream);
 // Gives this rank's routes their slots, from all ranks' counts, and writes the header, home routes, zones and no_zones, and the
-// outputs counts, offsets, global_counts, info and slot. slot_origin, if wanted, becomes -1 everywhere. Reports ranks whose
-// AgreedFields differ (MultiNodeProgress::disagreement).
+// outputs counts, offsets, info and slot. Reports ranks whose AgreedFields differ (MultiNodeProgress::disagreement).
 cudaError_t launch_assign_slots(const MultiNodePrepareParams& params, cudaStream_t stream);
-// Lists the tokens that go to each node: sent_tokens, positions, sent_counts, home_back_rows; and makes the tables.
+// Lists the tokens that go to each node: sent_tokens, positions, sent_counts, home_back_rows; and makes the tables. Writes the
+// output global_counts, too, and slot_origin, if wanted, becomes -1 everywhere.
 cudaError_t launch_list_tokens(const MultiNodePrepareParams& params, cudaStream_t stream);
 // Writes relay_counts, relay_back_rows and the routes of all legs, from the tables that have come and, for the own node, from
 // the home routes.

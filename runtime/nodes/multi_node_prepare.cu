@@ -9,8 +9,8 @@
 //   assign_slots   find_zones    From the counts of all ranks: zones, totals, the header, and the first slot of this rank's
 //                                routes to each expert, which is behind those of the ranks before.
 //                  assign_slots  The routes of each part get their slots, in order, behind those of the parts before.
-//                  fill_outputs  Slots become pads, until deliver_leg brings their records.
-//   list_tokens                  Block m lists the tokens that go to node m, and fills the table of the rail peer there.
+//   list_tokens                  Block m lists the tokens that go to node m, and fills the table of the rail peer there. In the
+//                                blocks behind those slots become pads, until deliver_leg brings their records.
 //   list_relayed                 Block m makes the plans of the legs of node m from the table that has come from there.
 //   deliver_leg                  Each rank stores the slot records and first slots of the tokens that it stands for.
 //
@@ -46,11 +46,13 @@ __global__ void __launch_bounds__(kThreads) find_zones_kernel(const __grid_const
 __global__ void __launch_bounds__(kWarp) assign_slots_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   assign_slots(params);
 }
-__global__ void __launch_bounds__(kThreads) fill_outputs_kernel(const __grid_constant__ MultiNodePrepareParams params) {
-  fill_outputs(params);
-}
+// The first blocks list the tokens of a node each. The others fill outputs meanwhile.
 __global__ void __launch_bounds__(kThreads) list_tokens_kernel(const __grid_constant__ MultiNodePrepareParams params) {
-  list_tokens(params);
+  const int nodes = params.nodes.shape.num_nodes();
+  if (const int block = static_cast<int>(blockIdx.x); block < nodes)
+    list_tokens(params);
+  else
+    fill_outputs(params, block - nodes, static_cast<int>(gridDim.x) - nodes);
 }
 __global__ void __launch_bounds__(kThreads) list_relayed_kernel(const __grid_constant__ MultiNodePrepareParams params) {
   list_relayed(params);
@@ -73,9 +75,8 @@ int blocks_for(int64_t items, int64_t max_blocks) {
 std::vector<const void*> multi_node_prepare_kernels() {
   return {reinterpret_cast<const void*>(&find_token_ends_kernel), reinterpret_cast<const void*>(&count_part_kernel),
           reinterpret_cast<const void*>(&add_parts_kernel),       reinterpret_cast<const void*>(&find_zones_kernel),
-          reinterpret_cast<const void*>(&assign_slots_kernel),    reinterpret_cast<const void*>(&fill_outputs_kernel),
-          reinterpret_cast<const void*>(&list_tokens_kernel),     reinterpret_cast<const void*>(&list_relayed_kernel),
-          reinterpret_cast<const void*>(&deliver_leg_kernel)};
+          reinterpret_cast<const void*>(&assign_slots_kernel),    reinterpret_cast<const void*>(&list_tokens_kernel),
+          reinterpret_cast<const void*>(&list_relayed_kernel),    reinterpret_cast<const void*>(&deliver_leg_kernel)};
 }
 
 cudaError_t launch_count_routes(const MultiNodePrepareParams& params, cudaStream_t stream) {
@@ -102,15 +103,13 @@ cudaError_t launch_count_routes(const MultiNodePrepareParams& params, cudaStream
 cudaError_t launch_assign_slots(const MultiNodePrepareParams& params, cudaStream_t stream) {
   if (const cudaError_t error = launch(&find_zones_kernel, {1, kThreads}, stream, params); error != cudaSuccess)
     return error;
-  if (const cudaError_t error = launch(&assign_slots_kernel, {params.num_parts, kWarp}, stream, params);
-      error != cudaSuccess)
-    return error;
-  return launch(&fill_outputs_kernel, {blocks_for(params.nodes.shape.group.max_recv_tokens, kMaxFillBlocks), kThreads},
-                stream, params);
+  return launch(&assign_slots_kernel, {params.num_parts, kWarp}, stream, params);
 }
 
 cudaError_t launch_list_tokens(const MultiNodePrepareParams& params, cudaStream_t stream) {
-  return launch(&list_tokens_kernel, {params.nodes.shape.num_nodes(), kThreads}, stream, params);
+  const MultiNodeShape& shape = params.nodes.shape;
+  const int fill_blocks = blocks_for(shape.group.max_recv_tokens, kMaxFillBlocks);
+  return launch(&list_tokens_kernel, {shape.num_nodes() + fill_blocks, kThreads}, stream, params);
 }
 
 cudaError_t launch_list_relayed(const MultiNodePrepareParams& params, cudaStream_t stream) {

@@ -259,12 +259,12 @@ __device__ __forceinline__ int64_t global_count(const MultiNodePrepareParams& pa
 
 // Behind find_zones: slots have no origin yet, those in use have the records of pads, and the counts of all ranks become
 // an output.
-__device__ __forceinline__ void fill_outputs(const MultiNodePrepareParams& params) {
+__device__ __forceinline__ void fill_outputs(const MultiNodePrepareParams& params, int block, int num_blocks) {
   const PrepareCall& call = params.call;
   const MultiNodeHandleWriter plan = params.plan();
   const GroupShape& group = params.nodes.shape.group;
-  const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  const int64_t threads = int64_t{gridDim.x} * kThreads;
+  const int64_t thread = int64_t{block} * kThreads + threadIdx.x;
+  const int64_t threads = int64_t{num_blocks} * kThreads;
 #pragma unroll 1
   for (int64_t slot = thread; slot < plan.header->rows_in_use; slot += threads)
     plan.slot_records[slot] = kPadRecord;
