@@ -118,16 +118,6 @@ void check_list_reader(int64_t hidden, int num_rows) {
   CHECK(cleared == std::vector<std::byte>(cleared.size()));
 }
 
-TEST_CASE("a row reader of long h-tiles reads all of several rows in turn, between uses of its memory") {
-  using Reader = LongTileReader<__nv_bfloat16>;
-  for (const int64_t h_tiles : {1, 2, 4})
-    for (const int num_rows : {1, 2, 3, 7, 32}) {
-      CAPTURE(h_tiles);
-      CAPTURE(num_rows);
-      check_list_reader<Reader>(h_tiles * Reader::kHTile, num_rows);
-    }
-}
-
 // Nothing beyond the rows is read, as AddressSanitizer tells.
 TEST_CASE("a row reader of short h-tiles reads rows whose last h-tile is whole, or has a part of its fragments") {
   using Reader = ShortTileReader<__nv_bfloat16>;
@@ -143,7 +133,7 @@ TEST_CASE("a row reader of short h-tiles reads rows whose last h-tile is whole, 
 
 TEST_CASE("a row reader of long h-tiles goes from the rows of one sum to those of the next that has any") {
   using Element = __nv_bfloat16;
-  using Reader = LongTileReader<Element, true>;
+  using Reader = LongTileReader<Element>;
   constexpr int kRoom = 8;
   const std::vector<std::vector<int>> cases{{1}, {8, 8, 8, 8}, {0, 3, 0, 5}, {2, 0, 0, 1}, {4, 1, 2, 0}, {0, 0, 0, 0}};
   for (const int64_t h_tiles : {1, 3})

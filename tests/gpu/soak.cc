@@ -31,7 +31,7 @@ constexpr uint64_t kCheckTimeEvery = 100; // iterations
 constexpr uint64_t kTellEvery = 10'000;   // iterations
 constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
 constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
-constexpr int kBusyRow = 3584;            // elements: each of the two splits is a long h-tile
+constexpr int kBusyRow = 3584;            // elements: two long h-tiles
 
 // Owns a layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {

@@ -29,9 +29,9 @@ std::vector<const void*> scatter_kernels();
 std::vector<const void*> rank_major_kernels();        // launched as those of scatter
 std::vector<const void*> rank_major_gather_kernels(); // launched as those of scatter
 std::vector<const void*> gather_kernels();
-std::vector<const void*> long_tile_gather_kernels(); // their blocks have kLongTileGatherThreads
-size_t movement_shared_bytes();                      // of each block of scatter and gather, ...
-size_t long_tile_gather_shared_bytes();              // ... and of gather by long h-tiles
+std::vector<const void*> batch_gather_kernels(); // their blocks have kBatchGatherThreads
+size_t movement_shared_bytes();                  // of each block of scatter and gather, ...
+size_t batch_gather_shared_bytes();              // ... and of gather by batches
 
 std::vector<const void*> checksum_kernels();
 

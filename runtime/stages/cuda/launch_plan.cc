@@ -195,9 +195,8 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_c
   static_assert(kMaxGridBlocks <= kMaxPlanBlocks);
   scatter_blocks_ = std::min(
       {blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
-  gather_blocks_ =
-      std::min(blocks_of_all(gather_kernels()),
-               blocks_of_all(long_tile_gather_kernels(), kLongTileGatherThreads, long_tile_gather_shared_bytes()));
+  gather_blocks_ = std::min(blocks_of_all(gather_kernels()),
+                            blocks_of_all(batch_gather_kernels(), kBatchGatherThreads, batch_gather_shared_bytes()));
   if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
@@ -289,24 +288,25 @@ bool LaunchPlan::stages_rows(int blocks, int64_t row_bytes) const {
   return row_bytes % kStagedRowAlignment != 0 && blocks >= tuning_.split_grid && tuning_.stages_odd_rows == 1;
 }
 
-MovementGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles,
-                                     cudaStream_t stream) {
+GatherGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool can_take_batches,
+                                   cudaStream_t stream) {
   const int blocks = movement_blocks(tokens, row_bytes, gather_blocks_);
-  const int threads = by_long_tiles ? kLongTileGatherThreads : kMovementThreads;
-  WarpRoleCounts role_counts = gather_role_counts(tuning_, blocks, threads / 32, shape_, top_k);
+  if (can_take_batches) {
+    const WarpRoleCounts role_counts = gather_role_counts(tuning_, blocks, kBatchGatherThreads / 32, shape_, top_k);
+    if (batches_pay(blocks, role_counts, tokens))
+      return {{next(blocks, kBatchGatherThreads, batch_gather_shared_bytes(), stream), role_counts}, true};
+  }
+  WarpRoleCounts role_counts = gather_role_counts(tuning_, blocks, kMovementThreads / 32, shape_, top_k);
   role_counts.ll_senders = ll_gather_senders(tuning_, blocks);
-  return {next(blocks, threads, by_long_tiles ? long_tile_gather_shared_bytes() : movement_shared_bytes(), stream),
-          role_counts};
+  return {{next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts}, false};
 }
 
 // Where the wire is the limit and not the SMs, batches only delay what receivers wait for; the more peers there are, the fewer
 // SMs fill the wire.
-bool LaunchPlan::takes_batches(const MovementGrid& grid, int64_t tokens) const {
+bool LaunchPlan::batches_pay(int blocks, const WarpRoleCounts& role_counts, int64_t tokens) const {
   const bool is_alone = shape_.num_ranks == 1; // without senders
-  const int64_t warps =
-      int64_t{is_alone ? grid.grid.blocks : grid.role_counts.sender_blocks} * grid.role_counts.sender_warps;
-  return grid.grid.blocks <= tuning_.batch_grid &&
-         tokens * (is_alone ? 1 : shape_.num_ranks - 1) > tuning_.batch_tokens * warps;
+  const int64_t warps = int64_t{is_alone ? blocks : role_counts.sender_blocks} * role_counts.sender_warps;
+  return blocks <= tuning_.batch_grid && tokens * (is_alone ? 1 : shape_.num_ranks - 1) > tuning_.batch_tokens * warps;
 }
 
 } // namespace epx::cuda

@@ -40,11 +40,11 @@ struct WarpRoleCounts {
 // they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only
 // where these do not come in place.
 enum class ReceiverWork { rows, sums, routes };
-// Threads of each block of scatter and gather, and of the kernels of gather that read rows by long h-tiles. With three
-// warps instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and
-// the loads of a whole h-tile from shared memory are in flight.
+// Threads of each block of scatter and gather, and of the kernel of gather that takes batches of tokens. With three warps
+// instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and the loads of
+// a whole long h-tile from shared memory are in flight.
 constexpr int kMovementThreads = 512;
-constexpr int kLongTileGatherThreads = 384;
+constexpr int kBatchGatherThreads = 384;
 // Blocks of a movement on an SM. Role counts are for one. Kernels say it in their __launch_bounds__, too, or ptxas may
 // choose 64 registers for the sake of two blocks, and spill thousands of bytes.
 constexpr int kMovementBlocksPerSm = 1;
@@ -54,6 +54,11 @@ constexpr int kMaxSendersPerSignalWarp = 15; // warps; with the signal warp they
 struct MovementGrid {
   Grid grid;
   WarpRoleCounts role_counts;
+};
+
+// The grid of a gather; takes_batches: it is for the kernel of batches, which never takes the low-latency path.
+struct GatherGrid : MovementGrid {
+  bool takes_batches;
 };
 
 // The grid of prepare; shares_sms: it has more blocks than the group has SMs.
@@ -110,10 +115,8 @@ public:
                             cudaStream_t stream);
   // Returns whether a scatter on so many blocks is to stage its rows even where they could be written in place.
   bool stages_rows(int blocks, int64_t row_bytes) const;
-  // `by_long_tiles`: the grid is for a kernel of kLongTileGatherThreads, which never takes the low-latency path.
-  MovementGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool by_long_tiles, cudaStream_t stream);
-  // Returns whether a gather by long h-tiles on that grid is to take batches of tokens.
-  bool takes_batches(const MovementGrid& grid, int64_t tokens) const;
+  // Takes batches of tokens where that pays, if the call can.
+  GatherGrid next_gather(int64_t tokens, int top_k, int64_t row_bytes, bool can_take_batches, cudaStream_t stream);
   // Returns whether a call in which this rank has so many tokens may take the low-latency path.
   bool may_take_ll_path(int64_t tokens) const { return max_ll_tokens_ > 0 && tokens <= max_ll_tokens_; }
 
@@ -125,6 +128,8 @@ private:
   // Returns how many blocks a kernel may have that is launched with PDL behind the last one; 0 or less: no PDL.
   int room_beside_last(cudaStream_t stream) const;
   int movement_blocks(int64_t tokens, int64_t row_bytes, int max_blocks) const;
+  // Returns whether batches pay in a gather on so many blocks, whose warps have these roles.
+  bool batches_pay(int blocks, const WarpRoleCounts& role_counts, int64_t tokens) const;
 
   GroupShape shape_;
   Tuning tuning_;

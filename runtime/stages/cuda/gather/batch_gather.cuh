@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // BatchGather is the high-throughput path of combine and dispatch_bwd on few SMs, where senders have many tokens to take, in
-// precision wire and by long h-tiles (LaunchPlan::takes_batches). It has the warp roles of gather.cu, but a tile is a batch of
+// precision wire and by long h-tiles (LaunchPlan::next_gather). It has the warp roles of gather.cu, but a tile is a batch of
 // whole tokens:
 //
 //   - They are looked up at the same time. A look-up is a chain of dependent loads, and takes hundreds of instructions.
@@ -40,7 +40,7 @@ struct TermBatch {
   }
   // Begins to read the rows of `count` tokens from `first` on, behind a barrier of the warp: all lanes' copies come after what
   // each lane has acquired.
-  __device__ LongTileReader<T, true> reader_of(TmaRowPipeline& pipeline, int first, int count, int64_t hidden) const {
+  __device__ LongTileReader<T> reader_of(TmaRowPipeline& pipeline, int first, int count, int64_t hidden) const {
     return {pipeline.begin_generic(), {row, size, room, first, count}, hidden};
   }
 };
@@ -132,7 +132,7 @@ private:
     T* const to = rows_.staged_sum(home, peer.token, rank_ordinal, whole_);
     Epoch* const ready_flag = rows_.ready_flag_at(home, peer.token, rank_ordinal, whole_);
 
-    LongTileReader<T, true> reader = batch.reader_of(pipeline_, 0, end - first, args_.hidden);
+    LongTileReader<T> reader = batch.reader_of(pipeline_, 0, end - first, args_.hidden);
 #pragma unroll 1
     for (int token = 0; token < end - first; ++token)
       if (const SumTerms<T> terms = batch.terms_of(token); terms.size() > 0)
@@ -178,7 +178,7 @@ private:
 #pragma unroll 1
     for (int begin = 0; begin < end - first; begin += at_a_time) {
       if (!are_ready && !wait_for_peers(first + begin, rank_ordinal, lane() / room == begin ? awaited : -1)) return false;
-      LongTileReader<T, true> reader = batch.reader_of(pipeline_, begin, at_a_time, args_.hidden);
+      LongTileReader<T> reader = batch.reader_of(pipeline_, begin, at_a_time, args_.hidden);
 #pragma unroll 1
       for (int i = begin; i < begin + at_a_time; ++i) {
         T* const out = rows_.out(first + i, whole_);

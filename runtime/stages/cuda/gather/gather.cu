@@ -15,7 +15,7 @@
 // Where warps have few tiles, a tile is one split of a token's rows (gather_rows.cuh): smaller tiles let receivers start
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
 // they have more, a tile is all splits of a token's rows, which spares looking up the token twice. On few SMs, and where they
-// have many, batch_gather_kernel takes a batch of tokens as a tile (LaunchPlan::takes_batches; batch_gather.cuh).
+// have many, batch_gather_kernel takes a batch of tokens as a tile (LaunchPlan::next_gather; batch_gather.cuh).
 #include "runtime/stages/cuda/gather/rank_major_gather.h"
 #include "runtime/stages/cuda/kernels.h"
 
@@ -33,9 +33,8 @@
 namespace epx::cuda {
 namespace {
 
-// kTile is the number of warp tiles in an h-tile of the ListReader through which sums read rows (kShortTile, kLongTile); 0: a
-// RowReader reads them.
-template <typename T, int kTile>
+// kByList: sums read rows through a ListReader where it takes them. It is false in the kernel that has the low-latency path.
+template <typename T, bool kByList>
 class Gather {
 public:
   __device__ Gather(const GatherParams& params, const Movement& movement, TmaRowPipeline& pipeline)
@@ -93,7 +92,7 @@ private:
       terms.rows = slots.map([&](int32_t slot) { return rows_.row_of(slot, split); });
       terms.weights = slots.map([&](int32_t slot) { return rows_.weight_of(slot); });
       terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
-      sum_rows<false, kTile>(pipeline_, terms, rows_.staged_sum(home, token, found.rank_ordinal, split), split.size);
+      sum_rows<false, kByList>(pipeline_, terms, rows_.staged_sum(home, token, found.rank_ordinal, split), split.size);
     }
     pipeline_.finish(); // what all lanes have stored comes before the releases
     if (lane() < split.count) call_.signal(rows_.ready_flag_at(home, token, found.rank_ordinal, split) + lane());
@@ -121,7 +120,7 @@ private:
     if (!rows_.wait_for_peers(movement_, token, split, routes, live & ~own)) return false;
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
-    sum_rows<true, kTile>(pipeline_, terms, rows_.out(token, split), split.size);
+    sum_rows<true, kByList>(pipeline_, terms, rows_.out(token, split), split.size);
     if (params_.weight_grads_out != nullptr && split.index == 0) collect_weight_grads(token, routes, live);
     if (call_.scribbles_staging()) rows_.scribble_staging(token, split);
     return true;
@@ -194,22 +193,10 @@ private:
   bool is_exact_;
 };
 
-// The block and its shared memory. Long h-tiles need a larger ring.
-template <typename T, int kTile>
-struct GatherBlock {
-  static constexpr int kThreads = kMovementThreads, kWarps = kThreads / kWarp;
-  static constexpr int64_t kRingBytes = TmaRowPipeline::kStagesBytes;
-};
-template <typename T>
-struct GatherBlock<T, kLongTile> {
-  static constexpr int kThreads = kLongTileGatherThreads, kWarps = kThreads / kWarp;
-  static constexpr int64_t kRingBytes = LongTileReader<T>::kRingBytes;
-};
-
 // What the warps do behind the entry barrier.
-template <typename Gather, typename Block>
-__device__ __forceinline__ void send_and_sum(const GatherParams& params, const Movement& movement) {
-  TmaRowPipeline pipeline = pipeline_of_warp<Block::kWarps, Block::kRingBytes>();
+template <typename Gather>
+__device__ __forceinline__ void send_and_sum(const GatherParams& params, const Movement& movement,
+                                             TmaRowPipeline& pipeline) {
   const Gather gather(params, movement, pipeline);
   WarpAssignment warp = assign_warp_role(params.role_counts, params.group.context.shape.num_ranks);
   if (warp.role == WarpRole::send) {
@@ -220,68 +207,73 @@ __device__ __forceinline__ void send_and_sum(const GatherParams& params, const M
   if (warp.role == WarpRole::receive) gather.sum(warp);
 }
 
-template <typename T, int kTile>
+template <typename T, bool kByList>
 __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
-  if constexpr (kTile == 0) { // the launches of the others are for more tokens
+  if constexpr (!kByList) { // the launches of the other are for more tokens
     if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
       ll_gather<T>(params, movement);
       return;
     }
   }
-  if (movement.begin()) send_and_sum<Gather<T, kTile>, GatherBlock<T, kTile>>(params, movement);
+  if (!movement.begin()) return;
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  send_and_sum<Gather<T, kByList>>(params, movement, pipeline);
 }
 
-// Long h-tiles have a kernel of their own because they take fewer instructions for each element, but more registers, so that
-// it has fewer warps. Short ones have one because the kernel without a tile has the low-latency path, too, and its sums spill
-// registers. What each of the kernels buys is in docs/tuning.md.
-template <typename T, int kTile>
-__global__ void __launch_bounds__(GatherBlock<T, kTile>::kThreads, kMovementBlocksPerSm)
+// Lists have a kernel of their own because the other one has the low-latency path, too, and its sums spill registers. What each
+// of the kernels buys is in docs/tuning.md.
+template <typename T, bool kByList>
+__global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
-  gather_rows<T, kTile>(params);
+  gather_rows<T, kByList>(params);
   leave(params.group);
 }
 
-// Batches have a kernel of their own because with them in gather_kernel, calls without them take longer.
+// Batches have a kernel of their own because with them in gather_kernel, calls without them take longer; and their long h-tiles
+// take fewer instructions for each element, but more registers, so that it has fewer warps, and a larger ring for each.
+constexpr int kBatchGatherWarps = kBatchGatherThreads / kWarp;
 template <typename T>
-__global__ void __launch_bounds__(GatherBlock<T, kLongTile>::kThreads, kMovementBlocksPerSm)
+__global__ void __launch_bounds__(kBatchGatherThreads, kMovementBlocksPerSm)
     batch_gather_kernel(const __grid_constant__ GatherParams params) {
   pdl_wait(params);
   const Movement movement(params);
   movement.post();
-  if (movement.begin()) send_and_sum<BatchGather<T>, GatherBlock<T, kLongTile>>(params, movement);
+  if (movement.begin()) {
+    TmaRowPipeline pipeline = pipeline_of_warp<kBatchGatherWarps, LongTileReader<T>::kRingBytes>();
+    send_and_sum<BatchGather<T>>(params, movement, pipeline);
+  }
   leave(params.group);
 }
 
-// Returns whether batch_gather_kernel can make a call by long h-tiles.
+constexpr int64_t kMaxHidden = 1 << 30; // ListReader numbers the bytes of a row by an int
+
+// Returns whether batch_gather_kernel can make a call of more tokens than the low-latency path may take.
 template <typename T>
 bool can_take_batches(const GroupShape& shape, const MovementCall& call, const GatherTensors& tensors) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(tensors.rows) | reinterpret_cast<uint64_t>(tensors.out);
-  return shape.precision != EPX_COMBINE_EXACT && call.top_k <= BatchGather<T>::kMaxTopK &&
-         !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
+  return LongTileReader<T>::takes(call.hidden) && shape.precision != EPX_COMBINE_EXACT &&
+         call.top_k <= BatchGather<T>::kMaxTopK && !is_unaligned(address_bits, row_bytes(call.dtype, call.hidden));
 }
-
-constexpr int64_t kMaxHidden = 1 << 30; // ListReader numbers the bytes of a row by an int
 
 template <typename T>
 cudaError_t launch_as(const Launcher& launcher, const MovementCall& call, const CallDescriptor& descriptor,
                       const GatherTensors& tensors) {
   const bool takes_list_reader = call.hidden < kMaxHidden && !launcher.plan.may_take_ll_path(call.num_tokens);
-  const bool by_long_tiles = takes_list_reader && LongTileReader<T>::takes(call.hidden);
-  const MovementGrid grid = launcher.plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden),
-                                                      by_long_tiles, launcher.stream);
+  bool can_batch = false;
+  if constexpr (LongTileReader<T>::kTakesType)
+    can_batch = takes_list_reader && can_take_batches<T>(launcher.group.context.shape, call, tensors);
+  const GatherGrid grid = launcher.plan.next_gather(call.num_tokens, call.top_k, row_bytes(call.dtype, call.hidden),
+                                                    can_batch, launcher.stream);
   const GatherParams params{make_movement_params(launcher.group, grid.role_counts, call, descriptor), tensors};
   if constexpr (LongTileReader<T>::kTakesType) {
-    if (by_long_tiles && launcher.plan.takes_batches(grid, call.num_tokens) &&
-        can_take_batches<T>(launcher.group.context.shape, call, tensors))
-      return launch_cooperative(&batch_gather_kernel<T>, grid.grid, launcher.stream, params);
-    if (by_long_tiles) return launch_cooperative(&gather_kernel<T, kLongTile>, grid.grid, launcher.stream, params);
+    if (grid.takes_batches) return launch_cooperative(&batch_gather_kernel<T>, grid.grid, launcher.stream, params);
     if (takes_list_reader && ShortTileReader<T>::takes(call.hidden))
-      return launch_cooperative(&gather_kernel<T, kShortTile>, grid.grid, launcher.stream, params);
+      return launch_cooperative(&gather_kernel<T, true>, grid.grid, launcher.stream, params);
   }
-  return launch_cooperative(&gather_kernel<T, 0>, grid.grid, launcher.stream, params);
+  return launch_cooperative(&gather_kernel<T, false>, grid.grid, launcher.stream, params);
 }
 template <typename Call>
 cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTensors& tensors) {
@@ -294,20 +286,19 @@ cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTenso
 } // namespace
 
 std::vector<const void*> gather_kernels() {
-  return {reinterpret_cast<const void*>(&gather_kernel<float, 0>), reinterpret_cast<const void*>(&gather_kernel<__half, 0>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, 0>),
-          reinterpret_cast<const void*>(&gather_kernel<__half, kShortTile>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, kShortTile>)};
+  return {reinterpret_cast<const void*>(&gather_kernel<float, false>),
+          reinterpret_cast<const void*>(&gather_kernel<__half, false>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, false>),
+          reinterpret_cast<const void*>(&gather_kernel<__half, true>),
+          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, true>)};
 }
-std::vector<const void*> long_tile_gather_kernels() {
-  return {reinterpret_cast<const void*>(&gather_kernel<__half, kLongTile>),
-          reinterpret_cast<const void*>(&gather_kernel<__nv_bfloat16, kLongTile>),
-          reinterpret_cast<const void*>(&batch_gather_kernel<__half>),
+std::vector<const void*> batch_gather_kernels() {
+  return {reinterpret_cast<const void*>(&batch_gather_kernel<__half>),
           reinterpret_cast<const void*>(&batch_gather_kernel<__nv_bfloat16>)};
 }
-size_t long_tile_gather_shared_bytes() {
-  using Block = GatherBlock<__nv_bfloat16, kLongTile>; // as that of __half
-  return Block::kWarps * (Block::kRingBytes + TmaRowPipeline::kBarriersBytes);
+size_t batch_gather_shared_bytes() {
+  return kBatchGatherWarps *
+         (LongTileReader<__nv_bfloat16>::kRingBytes + TmaRowPipeline::kBarriersBytes); // as that of __half
 }
 
 cudaError_t launch_combine(const Launcher& launcher, const CombineCall& call) {

@@ -26,13 +26,10 @@ class GatherRows {
 public:
   __device__ GatherRows(const GatherParams& params, const CallSession& call)
       : params_(params), call_(call), staging_(params.group) {
-    // Splits consist of long h-tiles where rows do, in all kernels: a peer may run another one.
     constexpr int64_t kHTile = RowReader<T, true>::kHTile;
-    const int64_t hidden = params.call.hidden;
-    const int64_t unit = LongTileReader<T>::takes(hidden) ? LongTileReader<T>::kHTile : kHTile;
-    const int64_t units = (hidden + unit - 1) / unit;
-    num_splits_ = hidden <= (kMinHTilesToSplit - 1) * kHTile ? 1 : kMaxRowSplits;
-    split_size_ = (units + num_splits_ - 1) / num_splits_ * unit;
+    const int64_t h_tiles = (params.call.hidden + kHTile - 1) / kHTile;
+    num_splits_ = h_tiles < kMinHTilesToSplit ? 1 : kMaxRowSplits;
+    split_size_ = (h_tiles + num_splits_ - 1) / num_splits_ * kHTile;
   }
 
   __device__ int num_splits() const { return num_splits_; }

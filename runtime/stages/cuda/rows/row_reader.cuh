@@ -201,14 +201,15 @@ private:
 // addresses, loops and waits, but more registers, and only rows that consist of long h-tiles are read by them.
 constexpr int kShortTile = 4, kLongTile = 7;
 
-// A row reader for aligned rows of 16-bit elements. The list of up to 32 rows lies in registers: lane i has the i-th. With
-// kManySums it reads the rows of one sum after the other, without draining the ring in between.
-template <typename T, int kTile, bool kManySums = false>
+// A row reader for aligned rows of 16-bit elements. The list of up to 32 rows lies in registers: lane i has the i-th. By long
+// h-tiles it reads the rows of one sum after the other, without draining the ring in between.
+template <typename T, int kTile>
 class ListReader {
 public:
   static constexpr int kWarpTiles = kTile;
   static constexpr int kHTile = kWarpTiles * kWarpTile;
   static constexpr bool kHasWholeTiles = kTile == kLongTile; // the last short h-tile of a row may have fewer elements
+  static constexpr bool kManySums = kHasWholeTiles;
   static constexpr int kStages = kHasWholeTiles ? 5 : 7;
   static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
@@ -221,6 +222,7 @@ public:
       : ring_(in_register(shared) + lane() * kFragmentBytes), own_row_(reinterpret_cast<const std::byte*>(own_row)),
         row_bytes_(bytes_of(hidden)), num_rows_(num_rows), loads_left_(h_tiles(hidden) * num_rows),
         next_offset_(lane() * kFragmentBytes) {
+    static_assert(!kManySums);
     __syncwarp(); // the reads come after what this warp has acquired
     fill_ring();
   }
@@ -334,8 +336,8 @@ private:
     int own_size, room, next, end, h_tiles;
   } sums_{}; // with kManySums
 };
-template <typename T, bool kManySums = false>
-using LongTileReader = ListReader<T, kLongTile, kManySums>;
+template <typename T>
+using LongTileReader = ListReader<T, kLongTile>;
 template <typename T>
 using ShortTileReader = ListReader<T, kShortTile>;
 

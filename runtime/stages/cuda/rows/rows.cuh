@@ -415,10 +415,10 @@ __device__ __noinline__ void sum_unaligned_fragments(std::byte* shared, const Su
   sum_fragments<kHasInner, false>(shared, terms, to, hidden);
 }
 
-template <bool kHasInner, int kTile, typename T>
+template <bool kHasInner, bool kByList, typename T>
 __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTerms<T>& terms, T* to, int64_t hidden) {
-  if constexpr (kTile > 0) {
-    using Reader = ListReader<T, kTile>;
+  if constexpr (kByList) {
+    using Reader = ShortTileReader<T>;
     if (Reader::takes(hidden) && terms.size() <= kWarp) {
       Reader reader(shared, terms.rows.own(0), terms.size(), hidden);
       sum_listed_rows<kHasInner, false>(reader, terms, to, hidden);
@@ -429,15 +429,14 @@ __device__ __forceinline__ void sum_aligned_rows(std::byte* shared, const SumTer
   sum_fragments<kHasInner, true>(shared, terms, to, hidden);
 }
 
-// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kTile > 0 a
-// ListReader with h-tiles of kTile warp tiles reads the rows where takes(hidden) is true and there are at most 32 of them;
-// kLongTile needs more than 128 registers.
-template <bool kHasInner, int kTile = 0, typename T>
+// to = round(the sum of terms), by the contract's rules. One warp computes it; `to` is none of the rows. With kByList a
+// ShortTileReader reads the rows where takes(hidden) is true and there are at most 32 of them.
+template <bool kHasInner, bool kByList = false, typename T>
 __device__ inline void sum_rows(TmaRowPipeline& pipeline, const SumTerms<T>& terms, T* to, int64_t hidden) {
   if (terms.size() == 0)
     zero_row(reinterpret_cast<std::byte*>(to), hidden * static_cast<int64_t>(sizeof(T)));
   else if (is_vectorizable(terms.address_bits | reinterpret_cast<uint64_t>(to), hidden))
-    sum_aligned_rows<kHasInner, kTile>(pipeline.begin_generic(), terms, to, hidden);
+    sum_aligned_rows<kHasInner, kByList>(pipeline.begin_generic(), terms, to, hidden);
   else
     sum_unaligned_fragments<kHasInner>(pipeline.begin_generic(), terms, to, hidden);
 }
