@@ -25,28 +25,45 @@ constexpr int64_t single_element_bytes(epx_dtype dtype) {
   case EPX_FLOAT64:
     return 8;
   case EPX_UINT8:
+  case EPX_FLOAT8_E4M3:
+  case EPX_FLOAT8_E5M2:
+  case EPX_FLOAT8_E8M0:
+  case EPX_FLOAT4_E2M1: // two of them
     return 1;
   }
   return 0;
 }
 
+// Returns how many elements one byte holds at least.
+constexpr int64_t elements_per_byte(epx_dtype dtype) {
+  return dtype == EPX_FLOAT4_E2M1 ? 2 : 1;
+}
+
 // Returns the bytes of a row of `hidden` elements without padding. This function and the next one compute every byte count of
 // rows: where a dtype is narrower than a byte, no multiple of an element's bytes would be right.
 constexpr int64_t row_bytes(epx_dtype dtype, int64_t hidden) {
-  return hidden * single_element_bytes(dtype);
+  return (hidden + elements_per_byte(dtype) - 1) / elements_per_byte(dtype) * single_element_bytes(dtype);
 }
 
 // Returns the bytes of `rows` rows; none when they are more than 2^63 - 1.
 inline std::optional<int64_t> checked_bytes_of_rows(epx_dtype dtype, int64_t rows, int64_t hidden) {
   int64_t bytes = 0;
+  const int64_t per_byte = elements_per_byte(dtype);
   if (rows > 0 &&
-      (__builtin_mul_overflow(hidden, single_element_bytes(dtype), &bytes) || __builtin_mul_overflow(rows, bytes, &bytes)))
+      (__builtin_mul_overflow(hidden / per_byte + (hidden % per_byte != 0 ? 1 : 0), single_element_bytes(dtype), &bytes) ||
+       __builtin_mul_overflow(rows, bytes, &bytes)))
     return std::nullopt;
   return bytes;
 }
 
+// Returns whether rows of the dtype are summed.
 constexpr bool is_token_dtype(epx_dtype dtype) {
   return dtype == EPX_FLOAT32 || dtype == EPX_FLOAT16 || dtype == EPX_BFLOAT16;
+}
+
+// Returns whether rows of the dtype have scales beside them.
+constexpr bool is_quantised_dtype(epx_dtype dtype) {
+  return dtype == EPX_FLOAT8_E4M3 || dtype == EPX_FLOAT8_E5M2 || dtype == EPX_FLOAT4_E2M1;
 }
 
 } // namespace epx

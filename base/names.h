@@ -72,8 +72,46 @@ constexpr const char* name_of(epx_dtype dtype) {
     return "float64";
   case EPX_UINT8:
     return "uint8";
+  case EPX_FLOAT8_E4M3:
+    return "float8_e4m3";
+  case EPX_FLOAT8_E5M2:
+    return "float8_e5m2";
+  case EPX_FLOAT4_E2M1:
+    return "float4_e2m1";
+  case EPX_FLOAT8_E8M0:
+    return "float8_e8m0";
   }
   return "unknown dtype";
+}
+
+constexpr const char* name_of(epx_scaling scaling) {
+  switch (scaling) {
+  case EPX_SCALING_NONE:
+    return "none";
+  case EPX_SCALING_BLOCK128:
+    return "block128";
+  case EPX_SCALING_BLOCK128_POW2:
+    return "block128_pow2";
+  case EPX_SCALING_MX:
+    return "mx";
+  case EPX_SCALING_NV:
+    return "nv";
+  }
+  return "unknown scaling";
+}
+
+constexpr const char* name_of(epx_scale_layout layout) {
+  switch (layout) {
+  case EPX_SCALES_ROWS:
+    return "rows";
+  case EPX_SCALES_COLUMNS:
+    return "columns";
+  case EPX_SCALES_PACKED:
+    return "packed";
+  case EPX_SCALES_TILES:
+    return "tiles";
+  }
+  return "unknown layout";
 }
 
 constexpr const char* name_of(epx_transport transport) {

@@ -144,7 +144,12 @@ typedef enum epx_dtype EPX_ENUM_INT32 {
   EPX_INT32 = 4,
   EPX_INT64 = 5,
   EPX_FLOAT64 = 6, /**< epx_moe.h only */
-  EPX_UINT8 = 7    /**< epx_moe.h only */
+  EPX_UINT8 = 7,   /**< epx_moe.h only */
+  /* After 0.1, of quantised rows and their scales (see epx_row_format): */
+  EPX_FLOAT8_E4M3 = 8,  /**< 4 exponent bits, 3 of mantissa, NaN but no infinity; at most 448 */
+  EPX_FLOAT8_E5M2 = 9,  /**< 5 exponent bits, 2 of mantissa, as IEEE 754; at most 57344 */
+  EPX_FLOAT4_E2M1 = 10, /**< two to a byte, the even index in the low nibble; sizes count elements; at most 6 */
+  EPX_FLOAT8_E8M0 = 11  /**< scales only: 2^(byte - 127); 255 is NaN */
 } epx_dtype;
 
 typedef void* epx_stream; /**< a cudaStream_t on GPUs, NULL on the host transport */
@@ -602,6 +607,83 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 
 /** @} */
 
+/** @defgroup formats Row formats
+ *
+ * dispatch can carry rows in 8 or 4 bits with their scales. There are three ways, which follow from the dtypes of a call:
+ *
+ *      tokens          recv_tokens     recv_scales  what happens
+ *   a  quantised       the same dtype  given        rows and scales arrive as they are
+ *   b  wide            quantised       given        a row is quantised once, on its rank, and arrives quantised
+ *   c  wide            as tokens       NULL         a row is quantised for the wire, and dequantised where it lands
+ *
+ * Wide is FLOAT32, FLOAT16 or BFLOAT16. A quantised row is a function of the row, the format and encode_scale alone: it has
+ * the same bits on every transport and for every number of ranks, and a rank's rows for itself are what it would have sent.
+ *
+ * ## The scalings
+ * Blocks run along H from 0; the last may be short. amax is the largest magnitude of a block's finite elements. All
+ * arithmetic is in float32, each operation rounded to nearest even, subnormals kept. E(v) rounds to nearest even, and what
+ * is too large becomes the largest number. S, the scales of a row, is H over the block, rounded up.
+ *
+ *   BLOCK128       E4M3 by 128, scales FLOAT32. a = max(amax, amax_floor), s = a / 448, q = E(x * min(1 / s, FLT_MAX)).
+ *   BLOCK128_POW2  E4M3 by 128, scales FLOAT32 or E8M0. s = 2^ceil(log2(a / 448)), within 2^-126 to 2^127; q = E(x / s).
+ *   MX             E4M3 or E5M2 by 32, scales E8M0. b = the byte of the least power of two that is not below
+ *                  amax * fl(1 / 448), or fl(1 / 57344) for E5M2; q = E(x * 2^(127 - b)).
+ *   NV             E2M1 by 16 (H is even), scales E4M3, and row_scales FLOAT32. e = 2688 / the row's amax, at most FLT_MAX,
+ *                  1 where that is 0; or encode_scale. s = E4M3(amax * (e * fl(1 / 6))); q = E(x * min(e / s, FLT_MAX)), 0
+ *                  where s is 0. The row's scale is 1 / e.
+ *
+ * With BLOCK128 and BLOCK128_POW2, a = 0 gives s = 1. An element that is not finite becomes the NaN 0x7f, but E5M2 keeps
+ * infinities. E2M1 has neither: the scale of such a block becomes 0x7f. Its codes are 0 without a sign, as where s is 0. An
+ * element stands for q * s, with NV for q * (s * row_scale), in float32, rounded once to the receive dtype.
+ *
+ * The bits are those of DeepGEMM (BLOCK128), and of TransformerEngine (MX; NV with the row in the place of its tensor), on
+ * finite input.
+ * @{ */
+
+/** How the elements of a quantised row are scaled. */
+typedef enum epx_scaling EPX_ENUM_INT32 {
+  EPX_SCALING_NONE = 0,
+  EPX_SCALING_BLOCK128 = 1,
+  EPX_SCALING_BLOCK128_POW2 = 2,
+  EPX_SCALING_MX = 3,
+  EPX_SCALING_NV = 4
+} epx_scaling;
+
+/** Where the scales of received rows lie. N is the rows of recv_tokens, P * M of them in the rank-major layout. */
+typedef enum epx_scale_layout EPX_ENUM_INT32 {
+  EPX_SCALES_ROWS = 0, /**< [N, S] */
+  /** [S, ld] with ld = N rounded up to 4: scale i of row n at [i, n]. Entries N..ld - 1 are not touched. */
+  EPX_SCALES_COLUMNS = 1,
+  /** E8M0 alone: [ceil(S / 4), ld] INT32 with ld as before. An entry has four scales of a row, the lowest block in the
+   * lowest byte, and 0 beyond S. */
+  EPX_SCALES_PACKED = 2,
+  /** Scales of one byte alone: tiles of 128 rows by 4 scales, [ceil(N / 128), ceil(S / 4), 512]. Scale i of row n is byte
+   * (n % 32) * 16 + (n % 128 / 32) * 4 + i % 4 of tile [n / 128, i / 4], and bytes beyond S are 0. The layer's alignment is a
+   * multiple of 128. Not in the rank-major layout. */
+  EPX_SCALES_TILES = 3
+} epx_scale_layout;
+
+/** The format in which the rows of a call travel. Ranks agree on scaling, dtype, amax_floor and the dtype of scales. */
+typedef struct epx_row_format {
+  size_t struct_size; /**< set by epx_row_format_init; the same in every version */
+  epx_scaling scaling;
+  epx_dtype dtype;                   /**< of the elements that travel: see the scalings */
+  float amax_floor;                  /**< of BLOCK128 and BLOCK128_POW2, >= 0 and finite; 0 in the others */
+  epx_scale_layout scale_layout;     /**< of recv_scales; ranks may differ */
+  const epx_tensor* scales;          /**< [in]  a: [T, S], dtype of the scaling's scales; NULL in the others */
+  const epx_tensor* row_scales;      /**< [in]  a, NV: [T] FLOAT32; NULL in the others */
+  const epx_tensor* encode_scale;    /**< [in, optional] b and c, NV: [1] FLOAT32, e of all rows of this rank */
+  const epx_tensor* recv_scales;     /**< [out] a and b: in scale_layout; NULL in c */
+  const epx_tensor* recv_row_scales; /**< [out] a and b, NV: [N] FLOAT32; NULL in the others */
+  int64_t reserved[4];               /**< 0 */
+} epx_row_format;
+
+/** Fills in a scaling's defaults: dtype FLOAT4_E2M1 for NV and else FLOAT8_E4M3; amax_floor 1e-4 where there is one, which
+ * is DeepSeek's. Gradients need 0: with the default, values of 1e-9 keep two steps of E4M3. Errors: INVALID_ARGUMENT. */
+EPX_API epx_status epx_row_format_init(epx_row_format* format, epx_scaling scaling);
+
+/** @} */
+
 /** @defgroup operations The five operations
  *
  * All are collective: every rank of the group makes the same calls in the same order. Layer, H, dtype, sidecar bytes and
@@ -678,6 +760,7 @@ typedef struct epx_dispatch_args {
   /* After 0.1: */
   epx_pads pads;     /**< of this rank's zones; ranks may differ */
   int32_t reserved0; /**< 0 */
+  const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
 } epx_dispatch_args;
 
 /** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit, with its weight and sidecar. Pad rows inside zones become zero,
@@ -707,6 +790,7 @@ typedef struct epx_prepare_dispatch_args {
   const epx_tensor* recv_weights;  /**< [out] [N] FLOAT32, iff topk_weights is given */
   epx_pads pads;                   /**< of this rank's zones; ranks may differ */
   int32_t reserved0;               /**< 0 */
+  const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
 } epx_prepare_dispatch_args;
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number. The handle
@@ -818,6 +902,7 @@ typedef struct epx_dispatch_rank_major_args {
   const epx_tensor* recv_topk_idx;
   const epx_tensor* recv_weights; /**< [out] [P, M, K] FLOAT32, iff topk_weights is given: 0 where recv_topk_idx is -1 */
   const epx_tensor* counts;       /**< [out] [P] INT32 or INT64: kept rows of each source rank */
+  const epx_row_format* format;   /**< [optional] in which the rows travel; NULL: as they are */
 } epx_dispatch_rank_major_args;
 
 /** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit, with its sidecar. recv_topk_idx

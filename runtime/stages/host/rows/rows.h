@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // These functions compute on rows of float32, float16 or bfloat16 with the contract's rounding: to nearest even, overflow to
-// infinity, subnormals kept, and every product and sum an explicit fma or addition in float32.
+// infinity, subnormals kept, and every product and sum an explicit fma or addition in float32. They quantise such rows, too.
 //
 // The same source is compiled for several instruction sets; all give the same bits.
 #pragma once
@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "epx/epx.h"
+#include "runtime/formats/row_format.h"
 
 namespace epx::rows {
 
@@ -31,6 +32,16 @@ struct RowKernels {
   // acc[c mod 256] = fma(a[c], b[c], acc[c mod 256]) from +0 with c ascending; then adjacent pairs are added until one is
   // left.
   float (*dot)(epx_dtype dtype, const std::byte* a, const std::byte* b, int64_t cols);
+
+  // Quantises a row of `hidden` elements of dtype `in`. elements has room for format.element_bytes(hidden), scales for
+  // format.scale_bytes(hidden); it needs no alignment. NV alone reads encode_scale, which is the row's own if null, and writes
+  // row_scale.
+  void (*quantise)(const WireFormat& format, epx_dtype in, const std::byte* row, int64_t hidden, const float* encode_scale,
+                   std::byte* elements, std::byte* scales, float* row_scale);
+
+  // The inverse: row[c] = round(element c times its scale), each in float32, rounded to dtype `out`. NV alone reads row_scale.
+  void (*dequantise)(const WireFormat& format, epx_dtype out, const std::byte* elements, const std::byte* scales,
+                     float row_scale, int64_t hidden, std::byte* row);
 };
 
 // Returns the fastest kernels that this processor runs.
