@@ -21,6 +21,7 @@
 #include "runtime/argument_checker.h"
 #include "runtime/arguments.h"
 #include "runtime/config.h"
+#include "runtime/formats/format_arguments.h"
 #include "runtime/group.h"
 #include "runtime/group_guard.h"
 #include "runtime/layout/multi_node_handle.h"
@@ -204,6 +205,13 @@ epx_status epx_group_config_init(epx_group_config* config) {
     config->struct_size = sizeof(*config);
     config->max_alignment = kDefaultMaxAlignment;
     config->timeout_ms = default_timeout_ms();
+  });
+}
+
+epx_status epx_row_format_init(epx_row_format* format, epx_scaling scaling) {
+  return at_c_boundary([&] {
+    require_pointer("epx_row_format_init", "format", format);
+    *format = default_format(scaling, "epx_row_format_init");
   });
 }
 

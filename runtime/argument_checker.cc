@@ -8,6 +8,7 @@
 
 #include "base/dtypes.h"
 #include "base/names.h"
+#include "runtime/formats/format_arguments.h"
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/slots.h"
 
@@ -72,8 +73,10 @@ void ArgumentChecker::common(const epx_layer& layer, size_t handle_mem_bytes, Di
   size_of(Dim::R) = shape.max_recv_tokens;
   size_of(Dim::E_l) = num_local_experts;
   size_of(Dim::E_l_and_1) = num_local_experts + 1;
+  size_of(Dim::number_1) = 1;
   size_of(Dim::number_3) = 3;
   size_of(Dim::number_5) = 5;
+  size_of(Dim::number_512) = 512;
 }
 
 void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
@@ -93,7 +96,7 @@ void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type typ
     refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
            tensor->sidecar_row_bytes);
   add_span(name, tensor->data, bytes, direction);
-  if (type == Type::rows) check_rows(name, *tensor, tensor->ndim - 1);
+  if (type == Type::rows || type == Type::sent_rows) check_rows(name, *tensor, tensor->ndim - 1);
   if (decides_tokens && size_of(Dim::T) > context_.shape.max_tokens_per_rank)
     refuse("{} has T = sizes[0] = {} tokens; the group's max_tokens_per_rank is {}", name, size_of(Dim::T),
            context_.shape.max_tokens_per_rank);
@@ -101,15 +104,17 @@ void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type typ
 }
 
 void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Type type) {
-  static constexpr epx_dtype kRows[] = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
   static constexpr epx_dtype kIntegers[] = {EPX_INT32, EPX_INT64};
   static constexpr epx_dtype kFloat32 = EPX_FLOAT32, kInt32 = EPX_INT32, kInt64 = EPX_INT64;
   const auto dtypes = [&]() -> std::span<const epx_dtype> {
     switch (type) {
     case Type::rows:
-      return kRows;
     case Type::like_rows:
-      return {&rows_dtype_, 1};
+    case Type::sent_rows:
+    case Type::received_rows:
+      return row_dtypes(type);
+    case Type::scales:
+      return {&call_.format.scales, 1};
     case Type::indices:
     case Type::counts:
       return kIntegers;
@@ -130,8 +135,35 @@ void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Ty
       wanted += (wanted.empty() ? "" : " or ") + std::string(epx::name_of(dtype));
     refuse("{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor.dtype), epx::name_of(tensor.dtype), wanted);
   }
-  if (type == Type::rows) rows_dtype_ = tensor.dtype;
+  if (type == Type::rows || type == Type::sent_rows) rows_dtype_ = recv_dtype_ = tensor.dtype;
+  if (type == Type::received_rows) recv_dtype_ = tensor.dtype;
   if (type == Type::counts) counts_dtype_ = tensor.dtype;
+}
+
+// Returns the dtypes that rows may have: where they are sums, those that are summed; where they are moved, the quantised ones
+// too, of which a format has one. A format quantises what comes wide.
+std::span<const epx_dtype> ArgumentChecker::row_dtypes(Type type) {
+  static constexpr epx_dtype kRows[] = {EPX_FLOAT32,     EPX_FLOAT16,     EPX_BFLOAT16,
+                                        EPX_FLOAT8_E4M3, EPX_FLOAT8_E5M2, EPX_FLOAT4_E2M1};
+  constexpr size_t kSummed = 3;
+  switch (type) {
+  case Type::rows:
+    return {kRows, kSummed};
+  case Type::sent_rows:
+    if (format_ == nullptr) return kRows;
+    std::ranges::copy_n(kRows, kSummed, row_dtypes_.begin());
+    row_dtypes_[kSummed] = call_.format.elements;
+    return {row_dtypes_.data(), kSummed + 1};
+  case Type::received_rows:
+    if (format_ != nullptr && !is_quantised_dtype(rows_dtype_)) {
+      row_dtypes_ = {rows_dtype_, call_.format.elements};
+      return {row_dtypes_.data(), 2};
+    }
+    break;
+  default:
+    break;
+  }
+  return {&rows_dtype_, 1};
 }
 
 // Returns the tensor's bytes.
@@ -161,9 +193,12 @@ int64_t ArgumentChecker::check_sizes(const char* name, const epx_tensor& tensor,
 // Checks that rows with H elements in dimension `axis` fit the group.
 void ArgumentChecker::check_rows(const char* name, const epx_tensor& rows, int axis) const {
   const GroupShape& shape = context_.shape;
-  if (row_bytes(rows.dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
+  if (format_ == nullptr && row_bytes(rows.dtype, shape.hidden_dim) > row_bytes(shape.max_token_dtype, shape.hidden_dim))
     refuse("{} has dtype {}, which is wider than the group's max_token_dtype {}", name, epx::name_of(rows.dtype),
            epx::name_of(shape.max_token_dtype));
+  if (rows.sizes[axis] % elements_per_byte(rows.dtype) != 0)
+    refuse("{} has H = sizes[{}] = {}; it must be even, since a byte has two elements of {}", name, axis, rows.sizes[axis],
+           epx::name_of(rows.dtype));
   if (rows.sizes[axis] < 1 || rows.sizes[axis] > shape.hidden_dim)
     refuse("{} has H = sizes[{}] = {}; it must be 1..{} (hidden_dim)", name, axis, rows.sizes[axis], shape.hidden_dim);
 }
@@ -197,6 +232,95 @@ void ArgumentChecker::sidecars(const epx_tensor& tokens, const epx_tensor& recv_
   if (tokens.sidecar_row_bytes != recv_tokens.sidecar_row_bytes)
     refuse("tokens has sidecar_row_bytes = {}, recv_tokens has {}; they must be equal", tokens.sidecar_row_bytes,
            recv_tokens.sidecar_row_bytes);
+}
+
+void ArgumentChecker::format(const epx_row_format* format) {
+  if (format == nullptr) return;
+  call_.format = check_format(*format, function_);
+  format_ = format;
+  if (context_.window_access == WindowAccess::by_kernels && context_.shape.num_nodes() > 1)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "{}: the call has a row format, and the group has {} nodes, between which rows travel as they are", function_,
+         context_.shape.num_nodes());
+}
+
+FormatTensors ArgumentChecker::format_tensors() {
+  if (format_ == nullptr) return {};
+  const WireFormat& format = call_.format;
+  const GroupShape& shape = context_.shape;
+  const int64_t hidden = size_of(Dim::H);
+  const bool comes_quantised = is_quantised_dtype(rows_dtype_), arrives_quantised = is_quantised_dtype(recv_dtype_);
+  if (hidden % elements_per_byte(format.elements) != 0)
+    refuse("H is {}; with scaling {} it must be even, since a byte has two elements", hidden, name_of(format.scaling));
+  const int64_t wire_bytes = WireRow(format, shape.hidden_dim).bytes;
+  if (wire_bytes > context_.layout.row_stride)
+    refuse("rows of {} with scaling {} take up to {} bytes, and those of the group's max_token_dtype {} take {}",
+           name_of(format.elements), name_of(format.scaling), wire_bytes, name_of(shape.max_token_dtype),
+           context_.layout.row_stride);
+  if (is_rank_major_) size_of(Dim::N) = shape.num_ranks * size_of(Dim::M);
+  FormatTensors tensors;
+  ScaleLayout& layout = tensors.recv_layout;
+  layout = {format_->scale_layout, static_cast<int>(single_element_bytes(format.scales)), format.num_scales(hidden),
+            size_of(Dim::N)};
+  size_of(Dim::S) = layout.num_scales;
+  size_of(Dim::ld) = layout.leading_dimension();
+  size_of(Dim::words) = layout.words();
+  size_of(Dim::tiles) = layout.row_tiles();
+
+  // A tensor is given where the rows need it, and not elsewhere.
+  const auto given = [&](const char* name, const epx_tensor* tensor, bool is_needed, const char* why) {
+    if ((tensor != nullptr) == is_needed) return is_needed;
+    if (is_needed) refuse("{} is NULL; it is required where {}", name, why);
+    refuse("{} is given; it must be NULL unless {}", name, why);
+  };
+  if (given("format.scales", format_->scales, comes_quantised, "rows come quantised"))
+    tensors.scales = in<const std::byte>("format.scales", format_->scales, Type::scales, {Dim::T, Dim::S});
+  if (given("format.row_scales", format_->row_scales, comes_quantised && format.has_row_scale(),
+            "rows come quantised with scaling nv"))
+    tensors.row_scales = in<const float>("format.row_scales", format_->row_scales, Type::float32, {Dim::T});
+  if (format_->encode_scale != nullptr &&
+      given("format.encode_scale", format_->encode_scale, !comes_quantised && format.has_row_scale(),
+            "rows are quantised with scaling nv"))
+    tensors.encode_scale = in<const float>("format.encode_scale", format_->encode_scale, Type::float32, {Dim::number_1});
+  if (given("format.recv_scales", format_->recv_scales, arrives_quantised, "rows arrive quantised"))
+    tensors.recv_scales = recv_scales();
+  else if (format_->scale_layout != EPX_SCALES_ROWS)
+    refuse("format.scale_layout is {}, but rows arrive without scales: it must be EPX_SCALES_ROWS (0)",
+           static_cast<int>(format_->scale_layout));
+  if (given("format.recv_row_scales", format_->recv_row_scales, arrives_quantised && format.has_row_scale(),
+            "rows arrive quantised with scaling nv"))
+    tensors.recv_row_scales = out<float>("format.recv_row_scales", format_->recv_row_scales, Type::float32, {Dim::N});
+  return tensors;
+}
+
+// Checks the received scales in their layout.
+std::byte* ArgumentChecker::recv_scales() {
+  const char* const name = "format.recv_scales";
+  const epx_tensor* const tensor = format_->recv_scales;
+  const bool has_bytes = single_element_bytes(call_.format.scales) == 1;
+  switch (format_->scale_layout) {
+  case EPX_SCALES_ROWS:
+    return out<std::byte>(name, tensor, Type::scales, {Dim::N, Dim::S});
+  case EPX_SCALES_COLUMNS:
+    return out<std::byte>(name, tensor, Type::scales, {Dim::S, Dim::ld});
+  case EPX_SCALES_PACKED:
+    if (call_.format.scales != EPX_FLOAT8_E8M0)
+      refuse("format.scale_layout is packed; the scales of scaling {} are {}, and those of an entry are float8_e8m0",
+             name_of(call_.format.scaling), name_of(call_.format.scales));
+    return out<std::byte>(name, tensor, Type::int32, {Dim::words, Dim::ld});
+  case EPX_SCALES_TILES:
+    if (!has_bytes)
+      refuse("format.scale_layout is tiles; the scales are {}, and those of a tile have one byte",
+             name_of(call_.format.scales));
+    if (is_rank_major_) refuse("format.scale_layout is tiles, which the rank-major layout does not have");
+    if (call_.alignment % ScaleLayout::kTileRows != 0)
+      refuse("format.scale_layout is tiles; layer.alignment is {}, it must be a multiple of {}", call_.alignment,
+             ScaleLayout::kTileRows);
+    return out<std::byte>(name, tensor, Type::scales, {Dim::tiles, Dim::words, Dim::number_512});
+  }
+  refuse("format.scale_layout is {}; it must be EPX_SCALES_ROWS (0), EPX_SCALES_COLUMNS (1), EPX_SCALES_PACKED (2) or "
+         "EPX_SCALES_TILES (3)",
+         static_cast<int>(format_->scale_layout));
 }
 
 void ArgumentChecker::both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const {
@@ -237,6 +361,7 @@ MovementCall ArgumentChecker::movement() const {
   call.num_tokens = size_of(Dim::T);
   call.hidden = static_cast<int>(size_of(Dim::H));
   call.dtype = rows_dtype_;
+  call.recv_dtype = recv_dtype_;
   call.recv_rows = size_of(Dim::N);
   if (!is_rank_major_) return call;
   call.rows_per_source = size_of(Dim::M);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -23,11 +24,20 @@ namespace epx {
 
 // The dimensions of tensors. K, P, E, R, E_l and the numbers follow from the group and the layer. T, N, M and H are free: the
 // first tensor of a call that has one decides what it is, and the others must have the same.
-enum class Dim { T, N, M, H, K, P, E, R, E_l, E_l_and_1, number_3, number_5 };
-constexpr std::array<const char*, 12> kDimNames = {"T", "N", "M", "H", "K", "P", "E", "R", "E_l", "E_l + 1", "3", "5"};
+enum class Dim { T, N, M, H, K, P, E, R, E_l, E_l_and_1, number_1, number_3, number_5, number_512, S, ld, words, tiles };
+constexpr std::array<const char*, 18> kDimNames = {"T",           "N",
+                                                   "M",           "H",
+                                                   "K",           "P",
+                                                   "E",           "R",
+                                                   "E_l",         "E_l + 1",
+                                                   "1",           "3",
+                                                   "5",           "512",
+                                                   "S",           "N rounded up to 4",
+                                                   "ceil(S / 4)", "ceil(N / 128)"};
 
-// The dtypes of tensors. like_rows and like_counts: that of the tensor of `rows` or `counts` before it.
-enum class Type { rows, like_rows, indices, counts, like_counts, float32, int32, int64 };
+// The dtypes of tensors. like_rows and like_counts: that of the tensor of `rows` or `counts` before it. sent_rows and
+// received_rows: those of a scatter, whose format decides which it may be.
+enum class Type { rows, like_rows, sent_rows, received_rows, scales, indices, counts, like_counts, float32, int32, int64 };
 
 enum class Direction { in, out };
 
@@ -70,6 +80,10 @@ public:
   // The next tensor that has this free dimension decides it anew.
   void forget(Dim dim) { size_of(dim) = kUnknown; }
 
+  // Of a scatter: in front of its tensors, the format of its rows, which may be NULL; and behind the tensors that have T, H and
+  // the receive rows, the tensors of the format.
+  void format(const epx_row_format* format);
+  FormatTensors format_tensors();
   void sidecars(const epx_tensor& tokens, const epx_tensor& recv_tokens); // of dispatch
   void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const;
   void rank_major_staging() const; // behind the tensor that has M: rows pass through staging whose size is R
@@ -108,6 +122,8 @@ private:
   void check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims, Direction direction,
              bool may_have_sidecar);
   void check_dtype(const char* name, const epx_tensor& tensor, Type type);
+  std::span<const epx_dtype> row_dtypes(Type type);
+  std::byte* recv_scales();
   int64_t check_sizes(const char* name, const epx_tensor& tensor, std::initializer_list<Dim> dims);
   void check_rows(const char* name, const epx_tensor& rows, int axis) const;
   void check_recv_rows(const char* name, const epx_tensor& rows) const;
@@ -122,9 +138,12 @@ private:
   bool is_rank_major_;
   MovementCall call_{};
   std::array<int64_t, kDimNames.size()> sizes_{};
+  const epx_row_format* format_ = nullptr;
+  std::array<epx_dtype, 4> row_dtypes_{}; // what row_dtypes() returns
   epx_dtype rows_dtype_ = EPX_DTYPE_UNSET;
+  epx_dtype recv_dtype_ = EPX_DTYPE_UNSET;
   epx_dtype counts_dtype_ = EPX_DTYPE_UNSET;
-  std::array<Span, 16> spans_{};
+  std::array<Span, 24> spans_{};
   size_t num_spans_ = 0;
 };
 

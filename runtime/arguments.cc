@@ -34,8 +34,10 @@ PrepareCall plan_tensors(ArgumentChecker& checker, const ArgsStruct& args) {
 template <typename ArgsStruct>
 DispatchCall row_tensors(ArgumentChecker& checker, const ArgsStruct& args) {
   DispatchCall call{};
-  call.tokens = checker.in<const std::byte>("tokens", args.tokens, Type::rows, {Dim::T, Dim::H}, true);
-  call.recv_tokens = checker.out<std::byte>("recv_tokens", args.recv_tokens, Type::like_rows, {Dim::N, Dim::H}, true);
+  checker.format(args.format);
+  call.tokens = checker.in<const std::byte>("tokens", args.tokens, Type::sent_rows, {Dim::T, Dim::H}, true);
+  call.recv_tokens = checker.out<std::byte>("recv_tokens", args.recv_tokens, Type::received_rows, {Dim::N, Dim::H}, true);
+  call.format_tensors = checker.format_tensors();
   checker.sidecars(*args.tokens, *args.recv_tokens);
   checker.both_or_neither("topk_weights", args.topk_weights, "recv_weights", args.recv_weights);
   call.topk_weights = checker.optional_in<const float>("topk_weights", args.topk_weights, Type::float32, {Dim::T, Dim::K});
@@ -130,19 +132,19 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& 
 DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank_major_args& args) {
   ArgumentChecker checker(context, args, Direction::out, true);
   DispatchRankMajorCall call{};
-  call.tokens = checker.in<const std::byte>("tokens", args.tokens, Type::rows, {Dim::T, Dim::H}, true);
+  checker.format(args.format);
+  call.tokens = checker.in<const std::byte>("tokens", args.tokens, Type::sent_rows, {Dim::T, Dim::H}, true);
   const epx_tensor& tokens = *args.tokens;
   call.topk_idx = checker.in("topk_idx", args.topk_idx, Type::indices, {Dim::T, Dim::K});
   checker.forget(Dim::H); // for a sentence of its own
-  call.recv_tokens = checker.out<std::byte>("recv_tokens", args.recv_tokens, Type::rows, {Dim::P, Dim::M, Dim::H}, true);
+  call.recv_tokens =
+      checker.out<std::byte>("recv_tokens", args.recv_tokens, Type::received_rows, {Dim::P, Dim::M, Dim::H}, true);
   const epx_tensor& recv_tokens = *args.recv_tokens;
-  if (recv_tokens.dtype != tokens.dtype)
-    checker.refuse("recv_tokens has dtype {}; it must be {}, that of tokens", name_of(recv_tokens.dtype),
-                   name_of(tokens.dtype));
   if (recv_tokens.sizes[2] != tokens.sizes[1])
     checker.refuse("recv_tokens has H = sizes[2] = {}; it must be {}, that of tokens", recv_tokens.sizes[2],
                    tokens.sizes[1]);
   checker.rank_major_staging();
+  call.format_tensors = checker.format_tensors();
   checker.sidecars(tokens, recv_tokens);
   call.recv_topk_idx = checker.out("recv_topk_idx", args.recv_topk_idx, Type::indices, {Dim::P, Dim::M, Dim::K});
   checker.both_or_neither("topk_weights", args.topk_weights, "recv_weights", args.recv_weights);

@@ -84,11 +84,13 @@ void validate(const epx_group_config& config) {
   require_range("max_top_k", config.max_top_k, 1, kMaxTopK);
   require_at_least("max_alignment", config.max_alignment, 1);
   if (config.max_token_dtype == EPX_DTYPE_UNSET)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.max_token_dtype is unset; it has no default: set the widest dtype "
+                                     "that rows travel in (EPX_FLOAT32, "
+                                     "EPX_FLOAT16 or EPX_BFLOAT16, or one of 8 or 4 bits)");
+  if (!is_token_dtype(config.max_token_dtype) && !is_quantised_dtype(config.max_token_dtype))
     fail(EPX_ERROR_INVALID_ARGUMENT,
-         "epx_group_config.max_token_dtype is unset; it has no default: set the widest dtype of the tokens (EPX_FLOAT32, "
-         "EPX_FLOAT16 or EPX_BFLOAT16)");
-  if (!is_token_dtype(config.max_token_dtype))
-    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_group_config.max_token_dtype is {} ({}); it must be float32, float16 or bfloat16",
+         "epx_group_config.max_token_dtype is {} ({}); it must be float32, float16, bfloat16, float8_e4m3, float8_e5m2 or "
+         "float4_e2m1",
          static_cast<int>(config.max_token_dtype), name_of(config.max_token_dtype));
   require_range("max_recv_tokens_per_rank", config.max_recv_tokens_per_rank, 0, kMaxInt);
   require_at_least("max_sidecar_bytes", config.max_sidecar_bytes, 0);

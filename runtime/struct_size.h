@@ -39,7 +39,7 @@ EPX_OPERATIONS(EPX_GROWING_ARGS)
 
 // The structs that never grow, since what fills them in, or reads them as a part of another one, is not told their size.
 static_assert(sizeof(epx_group_config) == 128 && sizeof(epx_bootstrap) == 64 && sizeof(epx_tensor) == 80 &&
-              sizeof(epx_layer) == 8);
+              sizeof(epx_layer) == 8 && sizeof(epx_row_format) == 96);
 
 // A field that is added in padding would not change sizeof, and callers do not zero padding.
 template <typename Struct>

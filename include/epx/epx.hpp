@@ -337,6 +337,80 @@ struct Layer {
   operator epx_layer() const noexcept { return {top_k, alignment}; }
 };
 
+// An epx_row_format, whose tensors are views. A default-constructed one means NULL: rows travel as they are. Set
+// scale_layout and the tensors, which are those of the way that the dtypes of the call choose.
+struct RowFormat {
+  RowFormat() noexcept = default;
+
+  // With the defaults of the scaling. Throws Error.
+  explicit RowFormat(epx_scaling of_elements) : scaling(of_elements) {
+    epx_row_format defaults;
+    require_success(epx_row_format_init(&defaults, of_elements), "epx_row_format_init");
+    dtype = defaults.dtype;
+    amax_floor = defaults.amax_floor;
+  }
+
+  // As the C struct says; nothing is checked before a call.
+  explicit RowFormat(const epx_row_format& format) noexcept
+      : scaling(format.scaling), dtype(format.dtype), amax_floor(format.amax_floor), scale_layout(format.scale_layout) {
+    if (format.scales != nullptr) scales = ConstTensor(*format.scales);
+    if (format.row_scales != nullptr) row_scales = ConstTensor(*format.row_scales);
+    if (format.encode_scale != nullptr) encode_scale = ConstTensor(*format.encode_scale);
+    if (format.recv_scales != nullptr) recv_scales = Tensor(*format.recv_scales);
+    if (format.recv_row_scales != nullptr) recv_row_scales = Tensor(*format.recv_row_scales);
+  }
+
+  explicit operator bool() const noexcept { return scaling != EPX_SCALING_NONE; }
+
+  // The C struct. It points to the tensors of this one.
+  epx_row_format get() const noexcept {
+    epx_row_format format = {};
+    format.struct_size = sizeof(format);
+    format.scaling = scaling;
+    format.dtype = dtype;
+    format.amax_floor = amax_floor;
+    format.scale_layout = scale_layout;
+    format.scales = scales.get();
+    format.row_scales = row_scales.get();
+    format.encode_scale = encode_scale.get();
+    format.recv_scales = recv_scales.get();
+    format.recv_row_scales = recv_row_scales.get();
+    return format;
+  }
+
+  // S, the scales of a row of `hidden` elements.
+  int64_t num_scales(int64_t hidden) const noexcept {
+    const int64_t block = scaling == EPX_SCALING_MX ? 32 : scaling == EPX_SCALING_NV ? 16 : 128;
+    return (hidden + block - 1) / block;
+  }
+
+  // The shape of recv_scales in scale_layout for N rows. In EPX_SCALES_PACKED its elements are INT32.
+  Shape recv_scales_shape(int64_t rows, int64_t hidden) const noexcept {
+    const int64_t per_row = num_scales(hidden), words = (per_row + 3) / 4, leading_dimension = (rows + 3) / 4 * 4;
+    switch (scale_layout) {
+    case EPX_SCALES_COLUMNS:
+      return {per_row, leading_dimension};
+    case EPX_SCALES_PACKED:
+      return {words, leading_dimension};
+    case EPX_SCALES_TILES:
+      return {(rows + 127) / 128, words, 512};
+    case EPX_SCALES_ROWS:
+      break;
+    }
+    return {rows, per_row};
+  }
+
+  epx_scaling scaling = EPX_SCALING_NONE;
+  epx_dtype dtype = EPX_DTYPE_UNSET; // of the elements that travel
+  float amax_floor = 0;
+  epx_scale_layout scale_layout = EPX_SCALES_ROWS; // of recv_scales
+  ConstTensor scales = {};
+  ConstTensor row_scales = {};
+  ConstTensor encode_scale = {};
+  Tensor recv_scales = {};
+  Tensor recv_row_scales = {};
+};
+
 // Arguments of the operations: the fields of the C structs, in their order, which designated initialisers keep.
 // Tensors are views, so they and the bytes of handle_mem belong to the caller; on GPUs both are the rank's GPU's.
 struct PrepareArgs {
@@ -361,6 +435,7 @@ struct DispatchArgs {
   Tensor recv_tokens = {};
   Tensor recv_weights = {}; // iff topk_weights is given
   epx_pads pads = EPX_PADS_ZERO;
+  RowFormat format = {}; // optional
 };
 
 struct PrepareDispatchArgs {
@@ -379,6 +454,7 @@ struct PrepareDispatchArgs {
   Tensor recv_tokens = {};
   Tensor recv_weights = {}; // iff topk_weights is given
   epx_pads pads = EPX_PADS_ZERO;
+  RowFormat format = {}; // optional
 };
 
 struct CombineArgs {
@@ -423,6 +499,7 @@ struct DispatchRankMajorArgs {
   Tensor recv_topk_idx = {};
   Tensor recv_weights = {}; // iff topk_weights is given
   Tensor counts = {};
+  RowFormat format = {}; // optional
 };
 
 struct CombineRankMajorArgs {
@@ -578,6 +655,8 @@ public:
     call.recv_tokens = args.recv_tokens.get();
     call.recv_weights = args.recv_weights.get();
     call.pads = args.pads;
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_dispatch(group_, &call), "epx_dispatch");
   }
 
@@ -595,6 +674,8 @@ public:
     call.recv_tokens = args.recv_tokens.get();
     call.recv_weights = args.recv_weights.get();
     call.pads = args.pads;
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_prepare_dispatch(group_, &call), "epx_prepare_dispatch");
   }
 
@@ -634,6 +715,8 @@ public:
     call.recv_topk_idx = args.recv_topk_idx.get();
     call.recv_weights = args.recv_weights.get();
     call.counts = args.counts.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_dispatch_rank_major(group_, &call), "epx_dispatch_rank_major");
   }
 

@@ -4,7 +4,7 @@
 import ctypes
 import enum
 import typing
-from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_float, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 
 from ._library import libepx
 
@@ -226,6 +226,23 @@ class Layer(ctypes.Structure):
     _fields_ = [("top_k", c_int32), ("alignment", c_int32)]
 
 
+class RowFormat(ctypes.Structure):
+    _c_name_ = "epx_row_format"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("scaling", c_int32),
+        ("dtype", c_int32),
+        ("amax_floor", c_float),
+        ("scale_layout", c_int32),
+        ("scales", POINTER(Tensor)),
+        ("row_scales", POINTER(Tensor)),
+        ("encode_scale", POINTER(Tensor)),
+        ("recv_scales", POINTER(Tensor)),
+        ("recv_row_scales", POINTER(Tensor)),
+        ("reserved", c_int64 * 4),
+    ]
+
+
 class Call(typing.NamedTuple):
     """An operation's args struct, its size in bytes, and its function."""
 
@@ -257,22 +274,23 @@ def _declare(library, name, result, *arguments):
 
 
 GROUP = c_void_p
-_PLAN, _ROWS, _PADS = (
+_FORMAT = [("format", POINTER(RowFormat))]
+_PLAN, _ROWS, _MORE = (
     "topk_idx counts offsets global_counts info slot slot_origin",
     "tokens topk_weights recv_tokens recv_weights",
-    [("pads", c_int32), ("reserved0", c_int32)],
+    [("pads", c_int32), ("reserved0", c_int32), *_FORMAT],
 )
 _GRADS = "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
 CALLS = {
     name: _call(name, *fields)
     for name, *fields in (
         ("prepare", _PLAN),
-        ("dispatch", _ROWS, _PADS),
-        ("prepare_dispatch", f"{_PLAN} {_ROWS}", _PADS),
+        ("dispatch", _ROWS, _MORE),
+        ("prepare_dispatch", f"{_PLAN} {_ROWS}", _MORE),
         ("combine", "expert_out recv_weights out"),
         ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights"),
         ("dispatch_bwd", _GRADS),
-        ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts"),
+        ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts", _FORMAT),
         ("combine_rank_major", "expert_out out"),
         ("combine_rank_major_bwd", "grad_out grad_expert_out"),
         ("dispatch_rank_major_bwd", _GRADS),
@@ -287,6 +305,7 @@ STRUCTS = [
     MemoryPlan,
     GroupReport,
     Layer,
+    RowFormat,
     *[call.struct for call in CALLS.values()],
 ]
 ENUMS = [

@@ -27,25 +27,19 @@ struct AgreedFields {
 
   constexpr bool operator==(const AgreedFields&) const = default;
 };
-// Between the two forms of these fields. sidecar_bytes of an epx_tensor that was accepted fits, by the group's limit.
+// Between the two forms of these fields. Groups of several nodes have no row formats.
 constexpr AgreedFields agreed_fields(const CallDescriptor& call, bool has_fixed_sizes) {
-  return {call.operation,
-          call.top_k,
-          call.alignment,
-          call.hidden,
-          call.dtype,
-          call.weights,
-          static_cast<int32_t>(call.sidecar_bytes),
-          has_fixed_sizes ? 1 : 0};
+  return {call.operation, call.top_k,   call.alignment,     call.hidden,
+          call.dtype,     call.weights, call.sidecar_bytes, has_fixed_sizes ? 1 : 0};
 }
 constexpr CallDescriptor descriptor_with(const AgreedFields& fields) {
   CallDescriptor call{};
-  call.operation = fields.operation;
-  call.top_k = fields.top_k;
+  call.operation = static_cast<uint8_t>(fields.operation);
+  call.top_k = static_cast<uint8_t>(fields.top_k);
   call.alignment = fields.alignment;
   call.hidden = fields.hidden;
-  call.dtype = fields.dtype;
-  call.weights = fields.weights;
+  call.dtype = call.recv_dtype = static_cast<uint8_t>(fields.dtype);
+  call.weights = static_cast<uint8_t>(fields.weights);
   call.sidecar_bytes = fields.sidecar_bytes;
   return call;
 }
@@ -105,7 +99,7 @@ inline RailRowsLayout make_rail_rows_layout(const MultiNodeShape& shape) {
     layout.total_bytes = checked_add(layout.total_bytes, checked_round_up(bytes, kRegionAlignment, what), what);
     return checked_round_up(bytes, kRegionAlignment, what);
   };
-  layout.all_rows_bytes = of_all_nodes(layout.node_rows, row_bytes(group.max_token_dtype, group.hidden_dim));
+  layout.all_rows_bytes = of_all_nodes(layout.node_rows, max_wire_bytes(group.max_token_dtype, group.hidden_dim));
   layout.all_weights_bytes = of_all_nodes(layout.node_weights, sizeof(float));
   of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
   return layout;

@@ -14,6 +14,7 @@
 #include "base/dtypes.h"
 #include "base/operations.h"
 #include "runtime/config.h"
+#include "runtime/formats/row_format.h"
 #include "transport/peer_window.h"
 
 namespace epx {
@@ -42,13 +43,18 @@ constexpr AllocationPlace kNotRegistered{-1, 0};
 // runtime/stages/call_descriptor.h, which makes them.
 struct alignas(128) CallDescriptor {
   // Agreed fields: all ranks must pass the same values.
-  int32_t operation;
-  int32_t top_k;
+  uint8_t operation;
+  uint8_t top_k;
+  uint8_t weights;    // bit 0: weights are passed; bit 1: weight gradients are wanted
+  uint8_t dtype;      // of what is read
+  uint8_t recv_dtype; // of what is written
+  uint8_t scaling;    // of the row format, as the next two
+  uint8_t element_dtype;
+  uint8_t scale_dtype;
   int32_t alignment;
   int32_t hidden;
-  int32_t dtype;
-  int32_t weights;       // bit 0: weights are passed; bit 1: weight gradients are wanted
-  int64_t sidecar_bytes; // per row
+  int32_t sidecar_bytes; // per row
+  uint32_t amax_floor;   // of the row format: the bits of a float
   int64_t subject;       // mem_free: number of the allocation; rank-major calls: M, the rows of a source
   // Fields of this rank.
   int64_t num_tokens; // T
@@ -130,7 +136,8 @@ struct LlLimits {
 };
 
 inline int64_t max_ll_tokens(const GroupShape& shape) {
-  const int64_t by_bytes = kMaxLlBytes / (row_bytes(shape.max_token_dtype, shape.hidden_dim) * max_copies_of_row(shape));
+  const int64_t by_bytes =
+      kMaxLlBytes / (max_wire_bytes(shape.max_token_dtype, shape.hidden_dim) * max_copies_of_row(shape));
   const int64_t by_routes = kMaxGatheredRoutes / (int64_t{shape.num_ranks} * shape.max_top_k);
   const int64_t tokens = std::clamp<int64_t>(std::min(by_bytes, by_routes), kMinLlTokens, kMaxLlTokens);
   return std::min({int64_t{shape.max_tokens_per_rank}, tokens, int64_t{kMaxLlTokensOfAllRanks / shape.num_ranks}});
@@ -287,7 +294,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
     append(region, has_kernels ? count : 0, bytes_each);
   };
 
-  const int64_t max_row_bytes = row_pitch(row_bytes(shape.max_token_dtype, shape.hidden_dim), what);
+  const int64_t max_row_bytes = row_pitch(max_wire_bytes(shape.max_token_dtype, shape.hidden_dim), what);
   layout.row_stride = checked_round_up(max_row_bytes, kStagedRowAlignment, what);
   layout.sidecar_stride = row_pitch(shape.max_sidecar_bytes, what);
   // A token's row is staged once per receiver: by (source, token), or, where that table would be the larger one, by slot.

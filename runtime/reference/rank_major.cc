@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "base/dtypes.h"
+#include "runtime/reference/formats.h"
 
 namespace epx::reference {
 namespace {
@@ -38,7 +39,7 @@ int64_t kept_row_of(const RankMajorPlan& plan, size_t source, int64_t token, int
 }
 
 void copy_matrix_row(const Matrix& from, int64_t from_row, Matrix& to, int64_t to_row) {
-  const int64_t bytes = from.cols * element_size(from.dtype);
+  const int64_t bytes = row_bytes(from.dtype, from.cols);
   std::copy_n(from.bytes.begin() + from_row * bytes, bytes, to.bytes.begin() + to_row * bytes);
 }
 
@@ -117,12 +118,14 @@ RankMajorPlan plan_rank_major(const Problem& problem, std::span<const Routing> r
 
 void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTensors& tensors) {
   const int top_k = plan.problem.top_k;
-  require_shapes(plan, tensors.tokens, tensors.recv_tokens);
+  const Arrivals arrivals(tensors.tokens, tensors.formats);
+  require_shapes(plan, arrivals.rows(), tensors.recv_tokens);
   for (size_t receiver = 0; receiver < plan.ranks.size(); ++receiver)
     for (size_t source = 0; source < plan.ranks.size(); ++source)
       tensors.counts[receiver][source] = static_cast<int64_t>(plan.ranks[source].kept_to[receiver].size());
   for_each_row(plan, [&](size_t receiver, size_t source, int64_t token, int64_t row) {
-    copy_matrix_row(tensors.tokens[source], token, tensors.recv_tokens[receiver], row);
+    copy_matrix_row(arrivals.rows()[source], token, tensors.recv_tokens[receiver], row);
+    arrivals.put_scales(source, token, receiver, row);
     if (!tensors.sidecars.empty()) {
       const Sidecar& from = tensors.sidecars[source];
       std::copy_n(from.bytes.begin() + token * from.row_bytes, from.row_bytes,

@@ -42,6 +42,7 @@ struct RankMajorDispatchTensors {
   std::span<std::vector<int64_t>> recv_topk_idx;    // [P * M, K]
   std::span<std::vector<float>> recv_weights;       // [P * M, K]
   std::span<std::vector<int64_t>> counts;           // [P]
+  const FormatTensors* formats = nullptr;           // NULL: rows travel as they are
 };
 void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTensors& tensors);
 

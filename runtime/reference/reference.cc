@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "base/dtypes.h"
+#include "runtime/reference/formats.h"
 
 namespace epx::reference {
 namespace {
@@ -371,7 +372,8 @@ Plan prepare(const Problem& problem, std::span<const Routing> ranks) {
 void dispatch(const Plan& plan, const DispatchTensors& tensors) {
   const bool with_weights = !tensors.recv_weights.empty();
   const bool with_sidecars = has_sidecars(tensors.sidecars);
-  require_matrices(plan, tensors.tokens, tensors.recv_tokens);
+  const Arrivals arrivals(tensors.tokens, tensors.formats);
+  require_matrices(plan, arrivals.rows(), tensors.recv_tokens);
   require_weights(tensors.topk_weights, tensors.tokens, plan.problem.top_k);
   require_weights(tensors.recv_weights, tensors.recv_tokens, 1);
   require(tensors.topk_weights.size() == tensors.recv_weights.size(), "weights are given on one side only");
@@ -384,13 +386,15 @@ void dispatch(const Plan& plan, const DispatchTensors& tensors) {
     Matrix& recv = tensors.recv_tokens[r];
     for (int64_t slot = 0; slot < written_rows(plan.ranks[r], recv.rows); ++slot) {
       if (const std::optional<Route> route = route_in(plan.ranks[r], slot)) {
-        copy_row(row_of(tensors.tokens[route->source], route->token), row_of(recv, slot));
+        copy_row(row_of(arrivals.rows()[route->source], route->token), row_of(recv, slot));
+        arrivals.put_scales(route->source, route->token, r, slot);
         if (with_sidecars) {
           copy_row(row_of(tensors.sidecars[route->source], route->token), row_of(tensors.recv_sidecars[r], slot));
         }
         if (with_weights) tensors.recv_weights[r][slot] = tensors.topk_weights[route->source][index_of(plan, *route)];
       } else if (!tensors.pads_untouched || plan.ranks[r].slot_origin[slot * 3] != -1) {
         zero_row(row_of(recv, slot));
+        arrivals.zero_scales(r, slot);
         if (with_sidecars) zero_row(row_of(tensors.recv_sidecars[r], slot));
         if (with_weights) tensors.recv_weights[r][slot] = 0.0F;
       }

@@ -53,12 +53,12 @@ struct Plan {
 
 Plan prepare(const Problem& problem, std::span<const Routing> ranks);
 
-// A row-major matrix of raw elements: FLOAT32, FLOAT16 or BFLOAT16.
+// A row-major matrix of raw elements. Only rows of FLOAT32, FLOAT16 and BFLOAT16 are computed with; others are copied.
 struct Matrix {
   epx_dtype dtype = EPX_FLOAT32;
   int64_t rows = 0;
   int64_t cols = 0;
-  std::vector<std::byte> bytes; // rows * cols * element size
+  std::vector<std::byte> bytes; // rows of row_bytes(dtype, cols)
 };
 
 // Opaque bytes beside each row: rows * row_bytes. row_bytes = 0: none.
@@ -72,6 +72,8 @@ struct Sidecar {
 // touched". Routes whose slot is >= N of the receiving rank count as dropped. Tensors that do not fit the plan or each
 // other throw std::invalid_argument before anything is written.
 
+struct FormatTensors; // formats.h
+
 struct DispatchTensors {
   std::span<const Matrix> tokens;                   // [T, H]
   std::span<const Sidecar> sidecars;                // [T]
@@ -80,6 +82,7 @@ struct DispatchTensors {
   std::span<Sidecar> recv_sidecars;                 // [N]
   std::span<std::vector<float>> recv_weights;       // [N]
   bool pads_untouched = false;                      // on every rank
+  const FormatTensors* formats = nullptr;           // NULL: rows travel as they are
 };
 void dispatch(const Plan& plan, const DispatchTensors& tensors);
 

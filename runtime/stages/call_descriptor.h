@@ -3,6 +3,8 @@
 // its rows lie in memory that peers reach. What only the call itself finds out (plan_id; of a leg, num_tokens) is 0.
 #pragma once
 
+#include <bit>
+
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/stages.h"
 
@@ -18,7 +20,7 @@ constexpr int64_t sidecar_bytes_of(const MovementCall&) {
 // A call without tensors. `subject` is the number of the allocation that mem_free frees.
 constexpr CallDescriptor describe(epx_operation operation, int64_t subject = 0) {
   CallDescriptor descriptor{};
-  descriptor.operation = operation;
+  descriptor.operation = static_cast<uint8_t>(operation);
   descriptor.subject = subject;
   descriptor.rows_allocation = descriptor.weights_allocation = kNotRegistered.allocation;
   return descriptor;
@@ -27,7 +29,7 @@ constexpr CallDescriptor describe(epx_operation operation, int64_t subject = 0) 
 // prepare, alone or as a part of `operation`.
 constexpr CallDescriptor describe(const PrepareCall& call, epx_operation operation = EPX_OP_PREPARE) {
   CallDescriptor descriptor = describe(operation);
-  descriptor.top_k = call.top_k;
+  descriptor.top_k = static_cast<uint8_t>(call.top_k);
   descriptor.alignment = call.alignment;
   descriptor.num_tokens = call.num_tokens;
   return descriptor;
@@ -39,12 +41,17 @@ constexpr CallDescriptor describe_movement(const MovementCall& call, int32_t wei
                                            const AllocationPlace& rows = kNotRegistered,
                                            const AllocationPlace& row_weights = kNotRegistered) {
   CallDescriptor descriptor = describe(call.operation, call.is_rank_major() ? call.rows_per_source : 0);
-  descriptor.top_k = call.top_k;
+  descriptor.top_k = static_cast<uint8_t>(call.top_k);
+  descriptor.weights = static_cast<uint8_t>(weights);
+  descriptor.dtype = static_cast<uint8_t>(call.dtype);
+  descriptor.recv_dtype = static_cast<uint8_t>(call.recv_dtype);
+  descriptor.scaling = static_cast<uint8_t>(call.format.scaling);
+  descriptor.element_dtype = static_cast<uint8_t>(call.format.elements);
+  descriptor.scale_dtype = static_cast<uint8_t>(call.format.scales);
+  descriptor.amax_floor = std::bit_cast<uint32_t>(call.format.amax_floor);
   descriptor.alignment = call.alignment;
   descriptor.hidden = call.hidden;
-  descriptor.dtype = call.dtype;
-  descriptor.weights = weights;
-  descriptor.sidecar_bytes = sidecar_bytes;
+  descriptor.sidecar_bytes = static_cast<int32_t>(sidecar_bytes);
   descriptor.num_tokens = call.num_tokens;
   descriptor.recv_rows = call.recv_rows;
   descriptor.rows_allocation = rows.allocation;

@@ -2,6 +2,7 @@
 #include "runtime/stages/reports.h"
 
 #include <array>
+#include <bit>
 
 #include <fmt/format.h>
 
@@ -32,6 +33,16 @@ constexpr std::array kCallFields = {
     CallField{"alignment", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.alignment; }},
     CallField{"hidden size", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.hidden; }},
     CallField{"dtype", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.dtype; }, format_dtype},
+    CallField{"dtype of the receive rows",
+              [](const CallDescriptor& descriptor) -> int64_t { return descriptor.recv_dtype; }, format_dtype},
+    CallField{"format.scaling", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.scaling; },
+              [](int64_t value) { return std::string(name_of(static_cast<epx_scaling>(value))); }},
+    CallField{"format.dtype", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.element_dtype; },
+              format_dtype},
+    CallField{"dtype of the scales", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.scale_dtype; },
+              format_dtype},
+    CallField{"format.amax_floor", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.amax_floor; },
+              [](int64_t value) { return fmt::format("{}", std::bit_cast<float>(static_cast<uint32_t>(value))); }},
     CallField{"choice of weights", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.weights; },
               format_weights},
     CallField{"sidecar_row_bytes", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.sidecar_bytes; }},

@@ -15,6 +15,8 @@
 #include "base/operations.h"
 #include "epx/epx.h"
 #include "runtime/config.h"
+#include "runtime/formats/row_format.h"
+#include "runtime/formats/scale_layout.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/rank_major.h"
 
@@ -37,6 +39,16 @@ struct PrepareCall {
   int32_t* slot_origin; // [R, 3]; may be NULL
 };
 
+// The tensors that a row format has beside the rows of a scatter.
+struct FormatTensors {
+  const std::byte* scales = nullptr;   // [T, S]: rows come quantised; NULL: they are quantised in the call
+  const float* row_scales = nullptr;   // [T]; NULL unless the format has row scales and rows come quantised
+  const float* encode_scale = nullptr; // [1]; may be NULL
+  std::byte* recv_scales = nullptr;    // in recv_layout; NULL: rows are dequantised where they land
+  float* recv_row_scales = nullptr;    // [N]; NULL unless the format has row scales and rows arrive quantised
+  ScaleLayout recv_layout;
+};
+
 // The data movements have these arguments in common.
 struct MovementCall {
   epx_stream stream; // NULL on the host
@@ -44,15 +56,17 @@ struct MovementCall {
   int top_k;
   int alignment; // effective, >= 1
   const std::byte* handle_mem;
-  int64_t num_tokens; // T
-  int64_t recv_rows;  // N
-  int hidden;         // H
-  epx_dtype dtype;
+  int64_t num_tokens;                     // T
+  int64_t recv_rows;                      // N
+  int hidden;                             // H
+  epx_dtype dtype;                        // of what is read
   const std::byte* checked_header;        // handle_mem, or the copy of its header that launch_check makes for a kernel
   int64_t rows_per_source = kExpertMajor; // rank-major: M
   int64_t slots_per_source = 0;           // rank-major: slots of the plan for each source rank
   bool reports_events = true;             // a call that is made as several reports its events once
   const HandleLayout* layout = nullptr;   // of the plan in handle_mem; NULL: as in a group of one node. Not for kernels
+  epx_dtype recv_dtype = EPX_DTYPE_UNSET; // of what is written; dtype where the format does not quantise
+  WireFormat format;                      // of rows on their way
 
   constexpr bool is_rank_major() const { return rows_per_source != kExpertMajor; }
   // Returns how many slots the plan can have at most.
@@ -78,6 +92,7 @@ struct DispatchCall : MovementCall {
   std::byte* recv_sidecar;
   float* recv_weights; // [N]; NULL iff topk_weights is
   bool clears_pads;    // EPX_PADS_ZERO
+  FormatTensors format_tensors;
 
   constexpr int32_t passed_weights() const { return topk_weights != nullptr ? 1 : 0; }
 };

@@ -81,6 +81,8 @@ std::vector<BadConfig> bad_configs() {
   add("max_top_k 65", [](Config& c) { c.max_top_k = 65; }, {"max_top_k", "65", "64"});
   add("max_alignment negative", [](Config& c) { c.max_alignment = -128; }, {"max_alignment", "-128"});
   add("max_token_dtype unset", [](Config& c) { c.max_token_dtype = EPX_DTYPE_UNSET; }, {"max_token_dtype", "unset"});
+  add("max_token_dtype of scales", [](Config& c) { c.max_token_dtype = EPX_FLOAT8_E8M0; },
+      {"max_token_dtype", "float8_e8m0"});
   add("max_token_dtype int32", [](Config& c) { c.max_token_dtype = EPX_INT32; }, {"max_token_dtype", "int32"});
   add("max_token_dtype none", [](Config& c) { c.max_token_dtype = static_cast<epx_dtype>(42); }, {"max_token_dtype", "42"});
   add("R negative", [](Config& c) { c.max_recv_tokens_per_rank = -6; }, {"max_recv_tokens_per_rank", "-6"});

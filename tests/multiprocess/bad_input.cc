@@ -58,7 +58,56 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
     if (rank == 0) num_cases = static_cast<int>(table.size());
   });
   MESSAGE(num_cases << " refused calls");
-  CHECK(num_cases >= 260);
+  CHECK(num_cases >= 700);
+}
+
+// What the refusals of formats spoil is right before.
+TEST_CASE("dispatches of each way, scaling and layout are taken") {
+  with_group(round_config(), [&](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    round.run_all();
+    for (const FormatWay way : {FormatWay::given, FormatWay::at_source, FormatWay::on_wire}) {
+      for (const FormatCase& right : right_formats(way)) {
+        for (const Op op : {Op::dispatch, Op::prepare_dispatch, Op::dispatch_rank_major}) {
+          const auto calls = round.calls();
+          give_format(*calls, op, right);
+          set_prepare_dispatch(*calls);
+          check_ok(call(op, *calls), "a call with a format");
+        }
+      }
+    }
+    round.run_all();
+    round.run_rank_major();
+  });
+}
+
+TEST_CASE("formats whose rows the group has no room for are refused with the sizes") {
+  struct Group {
+    epx_dtype max_dtype;
+    int hidden_dim;
+    epx_scaling scaling;
+    std::vector<std::string> words;
+  };
+  // Staged rows take a multiple of 128 bytes.
+  const std::vector<Group> table = {
+      {EPX_FLOAT4_E2M1, 256, EPX_SCALING_BLOCK128, {"float8_e4m3", "block128", "float4_e2m1", "264", "256"}},
+      {EPX_FLOAT4_E2M1, 256, EPX_SCALING_MX, {"float8_e4m3", "mx", "float4_e2m1", "264", "256"}}};
+  for (const Group& refused : table) {
+    epx_group_config config = round_config();
+    config.max_token_dtype = refused.max_dtype;
+    config.hidden_dim = refused.hidden_dim;
+    with_group(config, [&](epx_group group, int rank) {
+      LayerRound round(group, rank);
+      const auto calls = round.calls();
+      check_ok(call(Op::prepare, *calls), "prepare");
+      give_format(*calls, Op::dispatch, {.way = FormatWay::on_wire, .scaling = refused.scaling, .amax_floor = 0.0F});
+      check_status(call(Op::dispatch, *calls), EPX_ERROR_INVALID_ARGUMENT, "a row that does not fit");
+      check_tells(epx_last_error(), refused.words, "a row that does not fit");
+      calls->dispatch.format = nullptr;
+      check_status(call(Op::dispatch, *calls), EPX_ERROR_INVALID_ARGUMENT, "a wide row");
+      check_tells(epx_last_error(), {"tokens", "bfloat16", "max_token_dtype", "float4_e2m1"}, "a wide row");
+    });
+  }
 }
 
 // The rest of the calls on a group, which are local.
@@ -138,6 +187,10 @@ TEST_CASE("the calls around the operations refuse bad arguments") {
            {"bytes_per_rank", "0", "1..256"});
     refuse("all_gather: too many bytes", [&] { return epx_group_all_gather(group, record, record, 257); },
            {"bytes_per_rank", "257", "1..256"});
+    epx_row_format format{};
+    refuse("row_format_init: format NULL", [] { return epx_row_format_init(nullptr, EPX_SCALING_MX); }, {"format", "NULL"});
+    refuse("row_format_init: no scaling", [&] { return epx_row_format_init(&format, EPX_SCALING_NONE); },
+           {"epx_row_format_init", "scaling", "0"});
     refuse("mem_free: not such memory", [&] { return epx_mem_free(group, &not_epx_memory); }, {"epx_mem_alloc"});
     check(wrong.empty(), "{}", wrong);
   });

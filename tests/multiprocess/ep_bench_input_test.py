@@ -123,6 +123,24 @@ class Inputs(unittest.TestCase):
         self.assertEqual(result["dropped_routes"], 3 * 4)
         self.assertGreater(result["events"]["too_few_rows"], 0)
 
+    def test_row_formats(self):
+        """Rows and scales are those of the oracle, in each way through dispatch and each layout of scales."""
+        fp8, mx, nv = 200 + 2 * 4, 200 + 7, 100 + 13 + 4  # bytes of a row of 200 elements
+        for options, sizes in (
+                (["--row-format", "fp8-block128", "--scale-layout", "columns"], (400, fp8, fp8)),
+                (["--row-format", "fp8-mx", "--scale-layout", "packed", "--layout", "rank-major"], (400, mx, mx)),
+                (["--row-format", "fp8-e5m2-mx", "--scale-layout", "tiles", "--alignment", 128], (400, mx, mx)),
+                (["--row-format", "fp4-nv", "--quantised-input"], (nv, nv, nv)),
+                (["--wire-format", "fp4-nv", "--layout", "rank-major"], (400, nv, 400)),
+                (["--wire-format", "fp8-block128-pow2"], (400, 202, 400))):
+            run = self.run_it("--json", self.json, "--verify", "--hidden", 200, *options)
+            self.assertEqual(run.returncode, SUCCESS, run)
+            operations = self.point()["operations"]
+            self.assertEqual({line["wrong"] for line in operations.values()}, {0}, options)
+            self.assertEqual(tuple(operations["dispatch"]["row_bytes"][place] for place in ("input", "wire", "received")), sizes)
+            self.assertEqual(set(operations["combine"]["row_bytes"].values()), {400})
+            self.assertIn("rows of dispatch in ", run.stdout)
+
     def test_dump_that_cannot_be_written(self):
         """A directory that is not there is refused before the run; what fails after the run loses no table."""
         block = ["--block", "--dtype", "fp32", "--hidden", 64, "--ffn", 64, "--experts", 4, "--dump"]
@@ -159,7 +177,7 @@ class Inputs(unittest.TestCase):
         operation |= dict.fromkeys(["samples", "outliers", "slowest_rank"], int)
         operation |= dict.fromkeys(["throttled", "floor", "ratio", "ratio_on_comm_sms", "rail", "wrong"], none)
         operation |= dict.fromkeys(["logical_gbps", "wire_gbps", "memcpy_ratio", "memcpy_us", "memcpy_total_gbps"], (*number, none))
-        operation |= {"interval_us": [number], "converged": bool}
+        operation |= {"interval_us": [number], "converged": bool, "row_bytes": (dict, none)}
         machine = {"host": str, "cpu": str, "cores": int, "gpu": none, "driver": none, "nccl": none}
         run_shape = {"command": [str], "tuning": str, "began": str, "library_version": str, "ranks": int, "ranks_per_node": int, "transport": str}
         self.check_shape({name: value for name, value in document.items() if name != "starts"}, {

@@ -94,7 +94,20 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
   return status;
 }
 
-LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) const {
+// The rows come as float32. Those that arrive quantised have one scale.
+void FaultRank::pass_format(const CallFields& terms, int64_t rows, LayerMemory& layer) {
+  if (terms.scaling == EPX_SCALING_NONE) return;
+  check_ok(epx_row_format_init(&format_, terms.scaling), "epx_row_format_init");
+  format_.dtype = terms.elements;
+  format_.amax_floor = terms.amax_floor;
+  layer.format = &format_;
+  if (terms.scales == EPX_DTYPE_UNSET) return;
+  recv_scales_ = epx_tensor_2d(memory_[kOtherRows] + kTensorBytes / 2, terms.scales, rows, 1);
+  format_.recv_scales = &recv_scales_;
+  layer.recv_dtype = terms.elements;
+}
+
+LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) {
   const bool is_rank_major = std::ranges::count(kRankMajorOperations, operation) > 0;
   LayerMemory layer{.layer = {terms.top_k, is_rank_major ? 1 : terms.alignment},
                     .handle_mem = {memory_[kHandle], handle_bytes_},
@@ -114,6 +127,7 @@ LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) c
   layer.recv_sidecar = layer.recv_topk_idx = layer.grad_expert_out = memory_[kOtherRows];
   layer.tokens = layer.out = layer.grad_out = layer.grad_tokens = memory_[kTokenRows];
   layer.recv_tokens = layer.expert_out = layer.grad_recv = memory_[kSlotRows];
+  pass_format(terms, is_rank_major ? int64_t{num_ranks_} * terms.rows_per_source : kRecvRows, layer);
   if (terms.weights) {
     layer.topk_weights = memory_[kTokenFloats];
     layer.recv_weights = layer.expert_weights = layer.bwd_weights = memory_[kSlotFloats];

@@ -25,6 +25,11 @@ struct CallFields {
   bool weights = true;
   bool grads = true;       // also of the weights
   int rows_per_source = 4; // M of dispatch_rank_major, whose alignment is always 1
+  // Of the dispatches; NONE: they have no format.
+  epx_scaling scaling = EPX_SCALING_NONE;
+  epx_dtype elements = EPX_FLOAT8_E4M3;
+  epx_dtype scales = EPX_DTYPE_UNSET; // of rows that arrive quantised; unset: the wire alone is quantised
+  float amax_floor = 0.0F;
 };
 
 class FaultRank {
@@ -46,7 +51,8 @@ public:
   epx_status call(epx_operation operation, const CallFields& terms = {});
 
 private:
-  LayerMemory layer(epx_operation operation, const CallFields& terms) const;
+  LayerMemory layer(epx_operation operation, const CallFields& terms);
+  void pass_format(const CallFields& terms, int64_t rows, LayerMemory& layer);
 
   int num_ranks_;
   Device& device_;
@@ -55,6 +61,8 @@ private:
   std::vector<std::byte*> memory_; // several tensors, large enough for any fields
   size_t handle_bytes_ = 0;
   int64_t num_local_experts_ = 0;
+  epx_row_format format_{}; // of the current call
+  epx_tensor recv_scales_{};
 };
 
 // These fields of the report of a failed group are compared; a field that is not set is not.

@@ -99,12 +99,13 @@ void disagree(epx_operation operation, epx_operation others_operation, const Cal
   });
 }
 
-void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words) {
-  CallFields others;
+void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words,
+                 const CallFields& terms = {}) {
+  CallFields others = terms;
   change(others);
   std::vector<std::string> all = words;
   all.insert(all.end(), {"rank 0", "rank 1"});
-  disagree(operation, operation, {}, others, EPX_ERROR_MISMATCH, all);
+  disagree(operation, operation, terms, others, EPX_ERROR_MISMATCH, all);
 }
 
 } // namespace
@@ -236,6 +237,31 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   }
   for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD}) {
     disagree_on(operation, [](CallFields& terms) { terms.grads = false; }, {"weights"});
+  }
+}
+
+TEST_CASE("row formats that differ between ranks are reported with the ranks and the values") {
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH, EPX_OP_DISPATCH_RANK_MAJOR}) {
+    CallFields terms; // of rank 0; the wire is quantised
+    terms.scaling = EPX_SCALING_BLOCK128;
+    disagree_on(
+        operation, [](CallFields& others) { others.scaling = EPX_SCALING_BLOCK128_POW2; },
+        {"scaling", "block128", "block128_pow2"}, terms);
+    disagree_on(
+        operation, [](CallFields& others) { others.scaling = EPX_SCALING_NONE; }, {"scaling", "block128", "none"}, terms);
+    disagree_on(
+        operation, [](CallFields& others) { others.amax_floor = 0.5F; }, {"amax_floor", "0", "0.5"}, terms);
+    disagree_on(
+        operation, [](CallFields& others) { others.scales = EPX_FLOAT32; }, // b, not c
+        {"dtype", "receive", "float32", "float8_e4m3"}, terms);
+    terms.scaling = EPX_SCALING_MX;
+    disagree_on(
+        operation, [](CallFields& others) { others.elements = EPX_FLOAT8_E5M2; },
+        {"format.dtype", "float8_e4m3", "float8_e5m2"}, terms);
+    terms.scaling = EPX_SCALING_BLOCK128_POW2;
+    terms.scales = EPX_FLOAT8_E8M0;
+    disagree_on(
+        operation, [](CallFields& others) { others.scales = EPX_FLOAT32; }, {"scales", "float8_e8m0", "float32"}, terms);
   }
 }
 

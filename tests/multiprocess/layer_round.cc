@@ -83,6 +83,36 @@ void set_prepare_dispatch(Calls& calls) {
   args.recv_weights = calls.dispatch.recv_weights;
   args.pads = calls.dispatch.pads;
   args.reserved0 = calls.dispatch.reserved0;
+  args.format = calls.dispatch.format;
+}
+
+void give_format(Calls& c, Op op, const FormatCase& format) {
+  epx_row_format& given = c.format;
+  check_ok(epx_row_format_init(&given, format.scaling), "epx_row_format_init");
+  given.dtype = format.dtype;
+  given.amax_floor = format.amax_floor;
+  c.dispatch.format = c.dispatch_rank_major.format = &given;
+  c.tokens.dtype = format.token_dtype(kDtype);
+  c.recv_tokens.dtype = c.recv_rows.dtype = format.recv_dtype(kDtype);
+  const bool is_nv = format.scaling == EPX_SCALING_NV;
+  if (format.way == FormatWay::given) {
+    c.scales.dtype = format.scales;
+    given.scales = &c.scales;
+    if (is_nv) given.row_scales = &c.row_scales;
+  }
+  if (format.way == FormatWay::on_wire) return;
+  const int64_t rows = op == Op::dispatch_rank_major ? kRanks * kRowsPerSource : c.recv_tokens.sizes[0];
+  const int64_t ld = (rows + 3) / 4 * 4;
+  given.scale_layout = format.layouts[0];
+  c.recv_scales.dtype = format.scales;
+  if (given.scale_layout == EPX_SCALES_ROWS) c.recv_scales.sizes[0] = rows;
+  if (given.scale_layout == EPX_SCALES_COLUMNS || given.scale_layout == EPX_SCALES_PACKED) c.recv_scales.sizes[1] = ld;
+  if (given.scale_layout == EPX_SCALES_PACKED) c.recv_scales.dtype = EPX_INT32;
+  if (given.scale_layout == EPX_SCALES_TILES)
+    c.recv_scales = epx_tensor_3d(c.recv_scales.data, format.scales, (rows + 127) / 128, 1, 512);
+  given.recv_scales = &c.recv_scales;
+  c.recv_row_scales.sizes[0] = rows;
+  if (is_nv) given.recv_row_scales = &c.recv_row_scales;
 }
 
 epx_status call(Op op, const Calls& calls) {
@@ -123,6 +153,9 @@ void LayerRound::lay_out() {
   bytes[kRecvTokens] = bytes[kGradExpertOut] = rows * kHidden * sizeof(uint16_t);
   bytes[kRecvSidecar] = rows * kSidecarBytes;
   bytes[kRecvWeights] = bytes[kGradRecvWeights] = rows * sizeof(float);
+  bytes[kScales] = bytes[kRowScales] = tokens * sizeof(float); // a row has one scale
+  bytes[kEncodeScale] = sizeof(float);
+  bytes[kRecvScales] = bytes[kRecvRowScales] = (rows + 3) * sizeof(float);
   constexpr size_t kRowCount = kRanks * kRowsPerSource;
   bytes[kRowHandle] = handle_bytes_;
   bytes[kRecvRows] = bytes[kGradRows] = kRowCount * kHidden * sizeof(uint16_t);
@@ -199,6 +232,12 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.recv_row_weights = epx_tensor_3d(at(kRecvRowWeights), EPX_FLOAT32, kRanks, kRowsPerSource, kTopK);
   c.source_counts = epx_tensor_1d(at(kSourceCounts), EPX_INT64, kRanks);
   c.grad_rows = epx_tensor_3d(at(kGradRows), kDtype, kRanks, kRowsPerSource, kHidden);
+
+  c.scales = epx_tensor_2d(at(kScales), EPX_FLOAT32, num_tokens_, 1);
+  c.row_scales = epx_tensor_1d(at(kRowScales), EPX_FLOAT32, num_tokens_);
+  c.encode_scale = epx_tensor_1d(at(kEncodeScale), EPX_FLOAT32, 1);
+  c.recv_scales = epx_tensor_2d(at(kRecvScales), EPX_FLOAT32, 1, 1);
+  c.recv_row_scales = epx_tensor_1d(at(kRecvRowScales), EPX_FLOAT32, 1);
 
   const auto begin = [this](auto& args) {
     args.struct_size = sizeof(args);

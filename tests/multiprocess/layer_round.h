@@ -13,6 +13,7 @@
 
 #include "base/operations.h"
 #include "epx/epx.h"
+#include "tests/support/case.h"
 
 namespace epx::test {
 
@@ -67,7 +68,15 @@ struct Calls {
   epx_combine_rank_major_args combine_rank_major{};
   epx_combine_rank_major_bwd_args combine_rank_major_bwd{};
   epx_dispatch_rank_major_bwd_args dispatch_rank_major_bwd{};
+
+  // These belong to a row format, which no call has until give_format().
+  epx_row_format format{};
+  epx_tensor scales{}, row_scales{}, encode_scale{}, recv_scales{}, recv_row_scales{};
 };
+
+// Gives a dispatch rows of a format, with the tensors that it needs. The scales of rows that come or arrive quantised are of
+// `format.scales`.
+void give_format(Calls& calls, Op op, const FormatCase& format);
 
 // Makes the arguments of prepare_dispatch those of prepare and dispatch.
 void set_prepare_dispatch(Calls& calls);
@@ -105,6 +114,9 @@ private:
     kSidecar,
     kTopkWeights,
     kGradOut,
+    kScales,
+    kRowScales,
+    kEncodeScale,
     // Outputs; the handle memory is one of them.
     kHandle,
     kCounts,
@@ -116,6 +128,8 @@ private:
     kRecvTokens,
     kRecvSidecar,
     kRecvWeights,
+    kRecvScales,
+    kRecvRowScales,
     kOut,
     kGradExpertOut,
     kGradRecvWeights,

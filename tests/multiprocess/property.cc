@@ -57,7 +57,7 @@ bool can_make_nodes(const std::string& transport) {
 // These events are counted over all cases, and a long run in which one of them never happens fails.
 struct Coverage {
   uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0, several_nodes = 0,
-           by_node = 0;
+           by_node = 0, formats = 0;
 
   void add(Workloads& workloads) {
     const Case& c = workloads.test_case();
@@ -78,17 +78,18 @@ struct Coverage {
     many_ranks += c.group.num_ranks == 7;
     several_nodes += num_nodes(c.group) > 1;
     by_node += num_nodes(c.group) > 1 && c.group.precision == EPX_COMBINE_NODE;
+    formats += c.layer.format.is_quantised();
   }
 
   void report(uint64_t cases, const std::string& transport) const {
     std::printf(
         "of them %lu with overflow, %lu with bad indices, %lu with too few rows, %lu with E < P, %lu on 7 ranks, %lu on "
-        "several nodes, %lu of these with sums by node\n",
-        overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node);
+        "several nodes, %lu of these with sums by node; %lu with a row format\n",
+        overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node, formats);
     if (cases < 1000) return;
     check((several_nodes > 0 && by_node > 0) == can_make_nodes(transport),
           "the generator no longer makes groups of several nodes");
-    for (const uint64_t met : {overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
+    for (const uint64_t met : {formats, overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
       check(met > 0, "the generator no longer makes one of these");
     }
   }
@@ -96,7 +97,8 @@ struct Coverage {
 
 void run_one(uint64_t seed, const std::string& transport, Coverage& coverage) {
   Case chosen = random_case(seed);
-  if (!can_make_nodes(transport)) chosen.group.ranks_per_node = 0; // one machine is one node there
+  if (!can_make_nodes(transport)) chosen.group.ranks_per_node = 0;                  // one machine is one node there
+  if (transport != "host" && num_nodes(chosen.group) > 1) chosen.layer.format = {}; // refused over the network
   Workloads workloads(chosen);
   const Case& c = workloads.test_case();
   try {

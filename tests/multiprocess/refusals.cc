@@ -1,141 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/multiprocess/refusals.h"
 
-#include <cstddef>
-#include <utility>
-
 #include "base/operations.h"
-#include "tests/multiprocess/bytes_0_1.h"
+#include "tests/multiprocess/refusal_table.h"
 
 namespace epx::test {
 
 namespace {
 
-std::string text(int64_t value) {
-  return std::to_string(value);
-}
-
-void* one_byte_on(void* data) {
-  return static_cast<std::byte*>(data) + 1;
-}
-
-// Adds refusals of one call, whose sentences name its function.
-class Table {
-public:
-  Table(std::vector<Refusal>& refusals, std::string call, Op op) : refusals_(refusals), call_(std::move(call)), op_(op) {}
-
-  void add(const std::string& name, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    words.push_back("epx_" + call_);
-    refusals_.push_back({call_ + ": " + name, op_, std::move(spoil), std::move(words)});
-  }
-
-  // In those below `name` is how sentences name the tensor.
-
-  // A tensor of another size than `wanted` in one dimension.
-  void add_size(const std::string& name, const std::string& what, epx_tensor Calls::*tensor, int dimension, int64_t size,
-                int64_t wanted) {
-    add(name + " " + what, [=](Calls& c) { (c.*tensor).sizes[dimension] = size; }, {name, text(size), text(wanted)});
-  }
-  void add_other_dtype(const std::string& name, epx_tensor Calls::*tensor) {
-    add(name + " of another dtype", [=](Calls& c) { (c.*tensor).dtype = EPX_FLOAT16; }, {name, "float16", "bfloat16"});
-  }
-  void add_overlap(const std::string& name, epx_tensor Calls::*tensor, const std::string& other,
-                   epx_tensor Calls::*other_tensor) {
-    add(name + " in " + other, [=](Calls& c) { (c.*tensor).data = (c.*other_tensor).data; }, {name, other, "overlap"});
-  }
-
-  template <typename Args>
-  void add_common(Args Calls::*args, size_t handle_bytes);
-  void add_tensor(const std::string& name, epx_tensor Calls::*tensor);
-  void add_stray_sidecar(const std::string& name, epx_tensor Calls::*tensor);
-  void add_too_many_rows(const std::string& name, epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows);
-
-private:
-  std::vector<Refusal>& refusals_;
-  std::string call_;
-  Op op_;
-};
-
-// Adds the refusals that all calls have in common. `args` finds a call's args in a Calls.
-template <typename Args>
-void Table::add_common(Args Calls::*args, size_t handle_bytes) {
-  add("group NULL", [](Calls& c) { c.group = nullptr; }, {"group", "NULL"});
-  add("args NULL", [](Calls& c) { c.without_args = true; }, {"args", "NULL"});
-  const auto add_size = [&](const char* name, size_t size) {
-    add(name, [=](Calls& c) { (c.*args).struct_size = size; },
-        {"epx_" + call_ + "_args.struct_size is " + text(size), text(kBytes01<Args>), text(kMaxStructBytes)});
-  };
-  add_size("struct_size 0", 0);
-  add_size("struct_size below that of 0.1", kBytes01<Args> - 8);
-  add_size("struct_size that is no multiple of 8", sizeof(Args) + 4);
-  add_size("struct_size that no version has", kMaxStructBytes + 8);
-  add("top_k 0", [=](Calls& c) { (c.*args).layer.top_k = 0; }, {"top_k", "0", text(kMaxTopK)});
-  add("top_k negative", [=](Calls& c) { (c.*args).layer.top_k = -7; }, {"top_k", "-7"});
-  add("top_k beyond max_top_k", [=](Calls& c) { (c.*args).layer.top_k = 5; }, {"top_k", "5", text(kMaxTopK)});
-  add("alignment negative", [=](Calls& c) { (c.*args).layer.alignment = -3; }, {"alignment", "-3"});
-  add("alignment beyond max_alignment", [=](Calls& c) { (c.*args).layer.alignment = 9; },
-      {"alignment", "9", text(kMaxAlignment)});
-  add("handle_mem NULL", [=](Calls& c) { (c.*args).handle_mem = nullptr; }, {"handle_mem", "NULL"});
-  add("handle_mem misaligned",
-      [=](Calls& c) {
-        // The args of prepare point to memory that is written, the others to const memory.
-        auto& memory = (c.*args).handle_mem;
-        memory = const_cast<std::byte*>(static_cast<const std::byte*>(memory)) + 8;
-      },
-      {"handle_mem", "16"});
-  add("handle_mem_bytes 0", [=](Calls& c) { (c.*args).handle_mem_bytes = 0; }, {"handle_mem", text(handle_bytes)});
-  add("handle_mem_bytes one too few", [=](Calls& c) { (c.*args).handle_mem_bytes = handle_bytes - 1; },
-      {"handle_mem", text(handle_bytes - 1), text(handle_bytes)});
-  add("stream on the host transport", [=](Calls& c) { (c.*args).stream = &c; }, {"stream"});
-}
-
-// Adds the refusals that all tensors have in common.
-void Table::add_tensor(const std::string& name, epx_tensor Calls::*tensor) {
-  const auto add = [&](const char* what, std::function<void(Calls&)> spoil, std::vector<std::string> words) {
-    words.push_back(name);
-    this->add(name + " " + what, std::move(spoil), std::move(words));
-  };
-  add("without data", [=](Calls& c) { (c.*tensor).data = nullptr; }, {"NULL"});
-  add("with ndim 0", [=](Calls& c) { (c.*tensor).ndim = 0; }, {"0"});
-  add("with ndim 5", [=](Calls& c) { (c.*tensor).ndim = 5; }, {"5"});
-  add("with dtype unset", [=](Calls& c) { (c.*tensor).dtype = EPX_DTYPE_UNSET; }, {"dtype"});
-  add("with a dtype that is none", [=](Calls& c) { (c.*tensor).dtype = static_cast<epx_dtype>(77); }, {"dtype"});
-  add("with a negative size", [=](Calls& c) { (c.*tensor).sizes[0] = -2; }, {"-2"});
-  add("misaligned", [=](Calls& c) { (c.*tensor).data = one_byte_on((c.*tensor).data); }, {"align"});
-  add("with reserved set", [=](Calls& c) { (c.*tensor).reserved[1] = 1; }, {"reserved"});
-}
-
-// Only dispatch's rows may have sidecars.
-void Table::add_stray_sidecar(const std::string& name, epx_tensor Calls::*tensor) {
-  const auto spoil = [=](Calls& c) {
-    (c.*tensor).sidecar = c.tokens.sidecar;
-    (c.*tensor).sidecar_row_bytes = kSidecarBytes;
-  };
-  add(name + " with a sidecar", spoil, {name, "sidecar"});
-}
-
-// N rows of one element whose own bytes can be counted in 63 bits, but not those of the float32 weights that go with them;
-// and more bytes of the rows themselves than that. `token_rows` is the other side, [T, H].
-void Table::add_too_many_rows(const std::string& name, epx_tensor Calls::*recv_rows, epx_tensor Calls::*token_rows) {
-  const auto add = [&](const char* what, int64_t hidden) {
-    const int64_t rows = int64_t{1} << 61;
-    const auto spoil = [=](Calls& c) {
-      (c.*recv_rows).sizes[0] = rows;
-      (c.*recv_rows).sizes[1] = (c.*token_rows).sizes[1] = hidden;
-      c.dispatch.topk_weights = c.dispatch.recv_weights = nullptr;
-      c.combine.recv_weights = c.combine_bwd.recv_weights = nullptr;
-      c.combine_bwd.expert_out = c.combine_bwd.grad_recv_weights = nullptr;
-      c.dispatch_bwd.grad_recv_weights = c.dispatch_bwd.grad_topk_weights = nullptr;
-    };
-    this->add(name + " " + what, spoil, {call_, name, text(rows), "2^63 - 1"});
-  };
-  add("with weights of 2^63 bytes", 1);
-  add("of 2^63 bytes", 2);
-  add("of 2^64 elements", 8);
-}
-
 void add_prepare(std::vector<Refusal>& refusals, int num_tokens, int num_local, int64_t num_rows) {
-  Table table(refusals, "prepare", Op::prepare);
+  RefusalTable table(refusals, "prepare", Op::prepare);
   table.add("topk_idx NULL", [](Calls& c) { c.prepare.topk_idx = nullptr; }, {"topk_idx", "NULL"});
   table.add("topk_idx float32", [](Calls& c) { c.topk_idx.dtype = EPX_FLOAT32; }, {"topk_idx", "float32"});
   table.add("topk_idx of one dimension", [](Calls& c) { c.topk_idx.ndim = 1; }, {"topk_idx", "1"});
@@ -173,7 +47,7 @@ void add_prepare(std::vector<Refusal>& refusals, int num_tokens, int num_local, 
 }
 
 void add_dispatch(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
-  Table table(refusals, "dispatch", Op::dispatch);
+  RefusalTable table(refusals, "dispatch", Op::dispatch);
   table.add("tokens NULL", [](Calls& c) { c.dispatch.tokens = nullptr; }, {"tokens", "NULL"});
   table.add("tokens int32", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_INT32; }, {"tokens", "int32"});
   table.add("dtype wider than max_token_dtype", [](Calls& c) { c.tokens.dtype = c.recv_tokens.dtype = EPX_FLOAT32; },
@@ -234,12 +108,15 @@ void add_dispatch(std::vector<Refusal>& refusals, int num_tokens, int64_t num_ro
   table.add_tensor("tokens", &Calls::tokens);
   table.add_tensor("recv_tokens", &Calls::recv_tokens);
   table.add_stray_sidecar("topk_weights", &Calls::topk_weights);
+  add_format_refusals(table, Op::dispatch, num_tokens, num_rows, &Calls::recv_tokens);
 }
 
 void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
-  Table table(refusals, "combine", Op::combine);
+  RefusalTable table(refusals, "combine", Op::combine);
   table.add("expert_out NULL", [](Calls& c) { c.combine.expert_out = nullptr; }, {"expert_out", "NULL"});
   table.add("out NULL", [](Calls& c) { c.combine.out = nullptr; }, {"out", "NULL"});
+  table.add("expert_out quantised", [](Calls& c) { c.expert_out.dtype = c.out.dtype = EPX_FLOAT8_E4M3; },
+            {"expert_out", "float8_e4m3"});
   table.add_other_dtype("out", &Calls::out);
   table.add_size("out", "of another H", &Calls::out, 1, 7, kHidden);
   table.add("T beyond max_tokens_per_rank", [](Calls& c) { c.out.sizes[0] = 7; }, {"out", "7", text(kMaxTokens)});
@@ -256,9 +133,11 @@ void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
 }
 
 void add_combine_bwd(std::vector<Refusal>& refusals, int64_t num_rows) {
-  Table table(refusals, "combine_bwd", Op::combine_bwd);
+  RefusalTable table(refusals, "combine_bwd", Op::combine_bwd);
   table.add("grad_out NULL", [](Calls& c) { c.combine_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
   table.add("grad_expert_out NULL", [](Calls& c) { c.combine_bwd.grad_expert_out = nullptr; }, {"grad_expert_out", "NULL"});
+  table.add("grad_out quantised", [](Calls& c) { c.grad_out.dtype = c.grad_expert_out.dtype = EPX_FLOAT8_E4M3; },
+            {"grad_out", "float8_e4m3"});
   table.add("grad_recv_weights without expert_out", [](Calls& c) { c.combine_bwd.expert_out = nullptr; },
             {"expert_out", "grad_recv_weights"});
   table.add("expert_out without grad_recv_weights", [](Calls& c) { c.combine_bwd.grad_recv_weights = nullptr; },
@@ -279,7 +158,7 @@ void add_combine_bwd(std::vector<Refusal>& refusals, int64_t num_rows) {
 }
 
 void add_dispatch_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
-  Table table(refusals, "dispatch_bwd", Op::dispatch_bwd);
+  RefusalTable table(refusals, "dispatch_bwd", Op::dispatch_bwd);
   table.add("grad_recv NULL", [](Calls& c) { c.dispatch_bwd.grad_recv = nullptr; }, {"grad_recv", "NULL"});
   table.add("grad_tokens NULL", [](Calls& c) { c.dispatch_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"});
   table.add("grad_recv_weights without grad_topk_weights", [](Calls& c) { c.dispatch_bwd.grad_topk_weights = nullptr; },
@@ -299,7 +178,7 @@ void add_dispatch_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t nu
 }
 
 void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
-  Table table(refusals, "dispatch_rank_major", Op::dispatch_rank_major);
+  RefusalTable table(refusals, "dispatch_rank_major", Op::dispatch_rank_major);
   table.add("an alignment", [](Calls& c) { c.dispatch_rank_major.layer.alignment = 4; }, {"alignment", "4", "0 or 1"});
   table.add("tokens NULL", [](Calls& c) { c.dispatch_rank_major.tokens = nullptr; }, {"tokens", "NULL"});
   table.add("topk_idx NULL", [](Calls& c) { c.dispatch_rank_major.topk_idx = nullptr; }, {"topk_idx", "NULL"});
@@ -352,10 +231,11 @@ void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
   table.add_tensor("recv_topk_idx", &Calls::recv_row_idx);
   table.add_tensor("counts", &Calls::source_counts);
   table.add_stray_sidecar("recv_topk_idx", &Calls::recv_row_idx);
+  add_format_refusals(table, Op::dispatch_rank_major, num_tokens, kRanks * kRowsPerSource, &Calls::recv_rows);
 }
 
 void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) {
-  Table combine(refusals, "combine_rank_major", Op::combine_rank_major);
+  RefusalTable combine(refusals, "combine_rank_major", Op::combine_rank_major);
   combine.add("an alignment", [](Calls& c) { c.combine_rank_major.layer.alignment = 2; }, {"alignment", "2", "0 or 1"});
   combine.add("expert_out NULL", [](Calls& c) { c.combine_rank_major.expert_out = nullptr; }, {"expert_out", "NULL"});
   combine.add("out NULL", [](Calls& c) { c.combine_rank_major.out = nullptr; }, {"out", "NULL"});
@@ -365,7 +245,7 @@ void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) 
   combine.add_tensor("expert_out", &Calls::row_expert_out);
   combine.add_stray_sidecar("expert_out", &Calls::row_expert_out);
 
-  Table combine_bwd(refusals, "combine_rank_major_bwd", Op::combine_rank_major_bwd);
+  RefusalTable combine_bwd(refusals, "combine_rank_major_bwd", Op::combine_rank_major_bwd);
   combine_bwd.add("grad_out NULL", [](Calls& c) { c.combine_rank_major_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
   combine_bwd.add("grad_expert_out of another P", [](Calls& c) { c.grad_rows.sizes[0] = 1; },
                   {"grad_expert_out", "1", "P = 2"});
@@ -373,7 +253,7 @@ void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) 
   combine_bwd.add_overlap("grad_expert_out", &Calls::grad_rows, "grad_out", &Calls::grad_out);
   combine_bwd.add_tensor("grad_expert_out", &Calls::grad_rows);
 
-  Table dispatch_bwd(refusals, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd);
+  RefusalTable dispatch_bwd(refusals, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd);
   dispatch_bwd.add("grad_tokens NULL", [](Calls& c) { c.dispatch_rank_major_bwd.grad_tokens = nullptr; },
                    {"grad_tokens", "NULL"});
   dispatch_bwd.add("grad_recv_weights without grad_topk_weights",
@@ -389,7 +269,7 @@ void add_prepare_dispatch(std::vector<Refusal>& refusals, int num_tokens, int nu
   std::vector<Refusal> parts;
   add_prepare(parts, num_tokens, num_local, num_rows);
   add_dispatch(parts, num_tokens, num_rows);
-  Table table(refusals, "prepare_dispatch", Op::prepare_dispatch);
+  RefusalTable table(refusals, "prepare_dispatch", Op::prepare_dispatch);
   for (Refusal& refusal : parts) {
     refusal.words.pop_back(); // the part's function
     const auto spoil = [spoil_part = std::move(refusal.spoil)](Calls& c) {
@@ -407,7 +287,7 @@ void add_prepare_dispatch(std::vector<Refusal>& refusals, int num_tokens, int nu
 
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes) {
   std::vector<Refusal> table;
-#define EPX_TEST_COMMON(NUMBER, name, ...) Table(table, #name, Op::name).add_common(&Calls::name, handle_bytes);
+#define EPX_TEST_COMMON(NUMBER, name, ...) RefusalTable(table, #name, Op::name).add_common(&Calls::name, handle_bytes);
   EPX_OPERATIONS(EPX_TEST_COMMON)
 #undef EPX_TEST_COMMON
   add_prepare(table, num_tokens, num_local_experts, num_rows);

@@ -8,6 +8,7 @@
 
 #include "epx/epx.h"
 #include "tests/multiprocess/layer_round.h"
+#include "tests/support/case.h"
 
 namespace epx::test {
 
@@ -21,5 +22,9 @@ struct Refusal {
 
 // Returns the refusals for the rank whose T is num_tokens, in a group of layer_round.h.
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes);
+
+// Returns formats of one way that a call may have, in each scaling and in each layout that the group of layer_round.h and
+// the rank-major layout have.
+std::vector<FormatCase> right_formats(FormatWay way);
 
 } // namespace epx::test

@@ -124,6 +124,27 @@ TEST_CASE("larger args whose bytes beyond what this library knows are not zero a
   });
 }
 
+// It never grows, and its sentence is that of other structs, without the function.
+TEST_CASE("a row format of another size is refused") {
+  with_group(round_config(), [](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    round.run_all();
+    for (const Op op : {Op::dispatch, Op::prepare_dispatch, Op::dispatch_rank_major}) {
+      for (const size_t bytes : {size_t{0}, sizeof(epx_row_format) - 8, sizeof(epx_row_format) + 8}) {
+        const auto calls = round.calls();
+        give_format(*calls, op, {.way = FormatWay::on_wire});
+        set_prepare_dispatch(*calls);
+        calls->format.struct_size = bytes;
+        check_status(call(op, *calls), EPX_ERROR_INVALID_ARGUMENT, "epx_row_format");
+        check_tells(epx_last_error(),
+                    {"epx_row_format.struct_size is " + std::to_string(bytes), std::to_string(sizeof(epx_row_format))},
+                    "epx_row_format");
+      }
+    }
+    round.run_all();
+  });
+}
+
 // Asks for an output of each size, by `fill`, and compares it with `whole`, which is what a caller of this version gets.
 template <typename Struct, typename Fill>
 void check_output_sizes(const char* name, const Struct& whole, const Fill& fill) {

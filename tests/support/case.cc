@@ -7,6 +7,8 @@
 #include <fmt/format.h>
 
 #include "base/dtypes.h"
+#include "base/names.h"
+#include "runtime/reference/formats.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
@@ -124,6 +126,41 @@ void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
                                RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none});
 }
 
+// Returns a format that the layer can have in a group with these limits, or none. `alignment` 0: of rank-major rows.
+FormatCase random_format(const GroupCase& group, const LayerCase& layer, int alignment, Rng& rng) {
+  FormatCase format;
+  format.way = rng.pick(
+      {FormatWay::none, FormatWay::none, FormatWay::copied, FormatWay::given, FormatWay::at_source, FormatWay::on_wire});
+  format.scaling =
+      rng.pick({EPX_SCALING_BLOCK128, EPX_SCALING_BLOCK128_POW2, EPX_SCALING_MX, EPX_SCALING_MX, EPX_SCALING_NV});
+  const bool has_floor = format.scaling == EPX_SCALING_BLOCK128 || format.scaling == EPX_SCALING_BLOCK128_POW2;
+  format.amax_floor = has_floor ? rng.pick({0.0F, 1e-4F, 1.0F}) : 0.0F;
+  if (format.scaling == EPX_SCALING_BLOCK128_POW2) format.scales = rng.pick({EPX_FLOAT32, EPX_FLOAT8_E8M0});
+  if (format.scaling == EPX_SCALING_MX) {
+    format.dtype = rng.pick({EPX_FLOAT8_E4M3, EPX_FLOAT8_E5M2});
+    format.scales = EPX_FLOAT8_E8M0;
+  }
+  if (format.scaling == EPX_SCALING_NV) {
+    format.dtype = EPX_FLOAT4_E2M1;
+    format.scales = EPX_FLOAT8_E4M3;
+    format.has_encode_scale = rng.chance(30);
+  }
+  for (epx_scale_layout& layout : format.layouts) {
+    layout = rng.pick({EPX_SCALES_ROWS, EPX_SCALES_COLUMNS, EPX_SCALES_PACKED, EPX_SCALES_TILES});
+    const bool has_zones_of_tiles = alignment > 0 && alignment % 128 == 0;
+    if ((layout == EPX_SCALES_PACKED && format.scales != EPX_FLOAT8_E8M0) ||
+        (layout == EPX_SCALES_TILES && (format.scales == EPX_FLOAT32 || !has_zones_of_tiles)))
+      layout = EPX_SCALES_COLUMNS;
+  }
+  const bool is_odd = format.dtype == EPX_FLOAT4_E2M1 && layer.hidden % 2 != 0;
+  return is_odd || !fits(group, format) ? FormatCase{} : format;
+}
+
+void choose_formats(LayerCase& layer, const GroupCase& group, Rng& rng) {
+  layer.format = random_format(group, layer, layer.alignment, rng);
+  layer.rank_major_format = random_format(group, layer, 0, rng);
+}
+
 // Sets the group's limits to what the layer needs or to more.
 void choose_limits(Case& chosen, Rng& rng) {
   GroupCase& group = chosen.group;
@@ -193,6 +230,7 @@ Case random_case(uint64_t seed) {
   choose_tensors(chosen.layer, chosen.group.hidden_dim, rng);
   if (num_nodes(chosen.group) > 1) chosen.layer.rank_major = RankMajorRows::absent; // refused there
   choose_limits(chosen, rng);
+  choose_formats(chosen.layer, chosen.group, rng);
   chosen.iterations = static_cast<int>(rng.between(1, 2));
   chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
   chosen.num_arenas = chosen.placement == Placement::plain ? 0 : static_cast<int>(rng.between(1, 2));
@@ -231,8 +269,30 @@ LayerCase random_layer(const GroupCase& group, uint64_t seed) {
     layer.dtype = rng.pick({EPX_FLOAT16, EPX_BFLOAT16});
     layer.combine_dtype = rng.pick({EPX_FLOAT16, EPX_BFLOAT16});
   }
+  choose_formats(layer, group, rng);
   return layer;
 }
+
+bool fits(const GroupCase& group, const FormatCase& format) {
+  const int64_t wide = row_bytes(group.max_dtype, group.hidden_dim);
+  if (!format.is_quantised()) return row_bytes(format.token_dtype(group.max_dtype), group.hidden_dim) <= wide;
+  // Elements, the row's scale and the others, each at a multiple of 16 bytes.
+  const int64_t elements = (row_bytes(format.dtype, group.hidden_dim) + 15) / 16 * 16;
+  const int64_t row_scale = format.scaling == EPX_SCALING_NV ? 16 : 0;
+  const int64_t num_scales = reference::num_scales(format.scaling, group.hidden_dim);
+  return elements + row_scale + row_bytes(format.scales, num_scales) <= wide;
+}
+
+namespace {
+
+std::string describe(const FormatCase& format) {
+  constexpr const char* kWays[] = {"none", "copied", "given", "at-source", "on-wire"};
+  return fmt::format("{}/{}/{}/{}/floor:{:g}/layouts:{},{}/encode:{}", kWays[static_cast<int>(format.way)],
+                     name_of(format.scaling), name_of(format.dtype), name_of(format.scales), format.amax_floor,
+                     static_cast<int>(format.layouts[0]), static_cast<int>(format.layouts[1]), format.has_encode_scale);
+}
+
+} // namespace
 
 std::string describe(const Case& c) {
   const GroupCase& g = c.group;
@@ -251,7 +311,7 @@ std::string describe(const Case& c) {
       "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
       "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
-      "M={} iterations={} "
+      "format={} M={} rank-major-format={} iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
       l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
@@ -260,8 +320,8 @@ std::string describe(const Case& c) {
       kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad, kPrecision[g.precision],
       g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
       l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
-      kRankMajor[static_cast<int>(l.rank_major)], c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas,
-      c.arena_bytes);
+      describe(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe(l.rank_major_format), c.iterations,
+      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

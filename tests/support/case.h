@@ -3,6 +3,7 @@
 // hand, and the same Case yields the same data in every process.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
@@ -43,6 +44,34 @@ enum class RecvRows { exact, more, fewer, any, capacity };            // N again
 // needs, or none. `absent`: the layer makes no such calls.
 enum class RankMajorRows { absent, exact, max_tokens, more, fewer, none };
 
+// How the rows of a dispatch travel; a, b and c are the ways of epx.h.
+enum class FormatWay {
+  none,      // as they are
+  copied,    // the same, of quantised elements without scales
+  given,     // a: they come quantised
+  at_source, // b
+  on_wire    // c
+};
+
+struct FormatCase {
+  FormatWay way = FormatWay::none;
+  epx_scaling scaling = EPX_SCALING_BLOCK128;
+  epx_dtype dtype = EPX_FLOAT8_E4M3; // of elements
+  epx_dtype scales = EPX_FLOAT32;    // the dtype of a scale; where they are packed, not that of the tensor
+  float amax_floor = 1e-4F;
+  std::array<epx_scale_layout, 2> layouts = {EPX_SCALES_ROWS, EPX_SCALES_ROWS}; // of even and of odd ranks
+  bool has_encode_scale = false;                                                // b and c, NV: some ranks pass one
+
+  bool is_quantised() const { return way != FormatWay::none && way != FormatWay::copied; }
+  // Returns the dtypes of tokens and of recv_tokens, where `dtype_of_layer` is that of rows which are not quantised.
+  epx_dtype token_dtype(epx_dtype dtype_of_layer) const {
+    return way == FormatWay::copied || way == FormatWay::given ? dtype : dtype_of_layer;
+  }
+  epx_dtype recv_dtype(epx_dtype dtype_of_layer) const {
+    return way == FormatWay::at_source ? dtype : token_dtype(dtype_of_layer);
+  }
+};
+
 struct LayerCase {
   int top_k = 2;
   int alignment = 1;
@@ -64,6 +93,8 @@ struct LayerCase {
   bool combine_bwd_grads = true; // also of the weights
   bool dispatch_bwd_grads = true;
   bool pads_untouched = false; // in dispatch, on every rank
+  FormatCase format;           // of dispatch and prepare_dispatch
+  FormatCase rank_major_format;
   RankMajorRows rank_major = RankMajorRows::absent;
 };
 
@@ -87,6 +118,9 @@ Case random_case(uint64_t seed);
 // which creating a group takes long, so that a group runs many layers. The group has one node.
 GroupCase random_group(uint64_t seed, int num_ranks);
 LayerCase random_layer(const GroupCase& group, uint64_t seed);
+
+// Returns whether the rows of the format fit those of a group whose max_dtype is wide.
+bool fits(const GroupCase& group, const FormatCase& format);
 
 // Returns one line of text.
 std::string describe(const Case& test_case);

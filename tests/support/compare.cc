@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "base/dtypes.h"
 #include "tests/support/check.h"
 
 namespace epx::test {
@@ -15,6 +16,7 @@ uint32_t bits_at(const std::byte* from, int64_t size) {
     std::memcpy(&bits, from, sizeof(bits));
     return bits;
   }
+  if (size == 1) return std::to_integer<uint32_t>(*from);
   uint16_t bits;
   std::memcpy(&bits, from, sizeof(bits));
   return bits;
@@ -28,9 +30,10 @@ bool is_nan(uint32_t bits, epx_dtype dtype) {
 
 void check_elements(const std::string& what, epx_dtype dtype, int64_t cols, std::span<const std::byte> expected,
                     std::span<const std::byte> actual, NanRule rule) {
+  cols = row_bytes(dtype, cols) / single_element_bytes(dtype); // of FLOAT4_E2M1, bytes
   check(expected.size() == actual.size(), "{} has {} bytes, expected {}", what, actual.size(), expected.size());
   if (expected.empty() || std::memcmp(expected.data(), actual.data(), expected.size()) == 0) return;
-  const int64_t size = dtype == EPX_FLOAT32 ? 4 : 2;
+  const int64_t size = single_element_bytes(dtype);
   const int64_t count = static_cast<int64_t>(expected.size()) / size;
   int64_t num_wrong = 0;
   std::string first;

@@ -21,8 +21,9 @@ template <typename Args>
 void LayerMemory::pass_rows(Args& args) const {
   args.tokens = token_rows(tokens);
   args.topk_weights = token_floats(topk_weights);
-  args.recv_tokens = slot_rows(recv_tokens);
+  args.recv_tokens = slot_rows(recv_tokens, dtype_of_recv());
   args.recv_weights = slot_floats(recv_weights);
+  if (format != nullptr) args.format = RowFormat(*format);
   if (sidecar_bytes == 0) return;
   args.tokens = args.tokens.with_sidecar(sidecar, sidecar_bytes);
   args.recv_tokens = args.recv_tokens.with_sidecar(recv_sidecar, sidecar_bytes);
@@ -79,7 +80,8 @@ DispatchRankMajorArgs LayerMemory::dispatch_rank_major() const {
   args.tokens = token_rows(tokens);
   args.topk_idx = tensor(topk_idx, index_dtype, {num_tokens, layer.top_k});
   args.topk_weights = token_floats(topk_weights);
-  args.recv_tokens = source_rows(recv_tokens);
+  args.recv_tokens = source_rows(recv_tokens, dtype_of_recv());
+  if (format != nullptr) args.format = RowFormat(*format);
   args.recv_topk_idx = source_routes(recv_topk_idx, index_dtype);
   args.recv_weights = source_routes(recv_weights, EPX_FLOAT32);
   args.counts = tensor(counts, EPX_INT32, num_ranks);

@@ -27,6 +27,10 @@ struct LayerMemory {
   int64_t rows_per_source = 0;       // M
   int64_t sidecar_bytes = 0;         // of a row; 0: none travels
 
+  // Of the dispatches, whose receive rows have a dtype of their own where it is set.
+  const epx_row_format* format = nullptr;
+  epx_dtype recv_dtype = EPX_DTYPE_UNSET;
+
   std::byte *topk_idx = nullptr, *counts = nullptr, *offsets = nullptr; // rank-major counts are [P]
   std::byte *tokens = nullptr, *sidecar = nullptr, *topk_weights = nullptr;
   std::byte *recv_tokens = nullptr, *recv_sidecar = nullptr, *recv_weights = nullptr, *recv_topk_idx = nullptr;
@@ -65,11 +69,16 @@ private:
   template <typename Args>
   void pass_rows(Args& args) const; // of dispatch
   static Tensor tensor(std::byte* data, epx_dtype dtype, Shape shape);
+  epx_dtype dtype_of_recv() const { return recv_dtype == EPX_DTYPE_UNSET ? dtype : recv_dtype; }
   Tensor token_rows(std::byte* data) const { return tensor(data, dtype, {num_tokens, hidden}); }
-  Tensor slot_rows(std::byte* data) const { return tensor(data, dtype, {num_rows, hidden}); }
+  Tensor slot_rows(std::byte* data) const { return slot_rows(data, dtype); }
+  Tensor slot_rows(std::byte* data, epx_dtype type) const { return tensor(data, type, {num_rows, hidden}); }
   Tensor token_floats(std::byte* data) const { return tensor(data, EPX_FLOAT32, {num_tokens, layer.top_k}); }
   Tensor slot_floats(std::byte* data) const { return tensor(data, EPX_FLOAT32, num_rows); }
-  Tensor source_rows(std::byte* data) const { return tensor(data, dtype, {num_ranks, rows_per_source, hidden}); }
+  Tensor source_rows(std::byte* data) const { return source_rows(data, dtype); }
+  Tensor source_rows(std::byte* data, epx_dtype type) const {
+    return tensor(data, type, {num_ranks, rows_per_source, hidden});
+  }
   Tensor source_routes(std::byte* data, epx_dtype type) const {
     return tensor(data, type, {num_ranks, rows_per_source, layer.top_k});
   }

@@ -5,8 +5,10 @@
 #include <array>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <utility>
 
+#include "base/dtypes.h"
 #include "base/operations.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
@@ -38,6 +40,11 @@ std::vector<int64_t> widen(const std::vector<int32_t>& values) {
   return {values.begin(), values.end()};
 }
 
+// Rows that were dequantised are computed, all others copied.
+NanRule rule_of(const FormatCase& format) {
+  return format.way == FormatWay::on_wire ? NanRule::any_nan : NanRule::bits;
+}
+
 // The plan that prepare_dispatch makes is that of prepare but for the number of the call: bytes of the same memory before.
 void check_same_plan(const std::vector<std::byte>& prepared, const std::vector<std::byte>& other) {
   constexpr size_t kFirstCount = 24, kEndOfCounts = 64, kEndOfHeader = 80; // behind plan_id; before the checksums
@@ -57,12 +64,12 @@ public:
       : buffers_(buffers), num_read_(num_earlier_outputs) {}
 
   ConstTensor rows_in(const char* name, const reference::Matrix& matrix) {
-    return {buffers_.input(name, matrix.bytes, static_cast<size_t>(reference::element_size(matrix.dtype))),
+    return {buffers_.input(name, matrix.bytes, static_cast<size_t>(single_element_bytes(matrix.dtype))),
             matrix.dtype,
             {matrix.rows, matrix.cols}};
   }
   Tensor rows_out(const char* name, const reference::Matrix& shape) {
-    const auto alignment = static_cast<size_t>(reference::element_size(shape.dtype));
+    const auto alignment = static_cast<size_t>(single_element_bytes(shape.dtype));
     return {buffers_.output(name, shape.bytes.size(), alignment), shape.dtype, {shape.rows, shape.cols}};
   }
   ConstTensor floats_in(const char* name, const std::vector<float>& values, int64_t per_row) {
@@ -78,9 +85,19 @@ public:
     return tensor.with_sidecar(buffers_.output("received sidecar", shape.bytes.size(), 1), shape.row_bytes);
   }
 
+  // Call it behind all other outputs.
+  RowFormat format(const FormatData& data, size_t rank) { return format_of(buffers_, data, rank); }
+
   // The next two have the elements of a tensor in another shape.
   static Tensor reshaped(const Tensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
   static ConstTensor reshaped(const ConstTensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
+
+  void check_scales(const std::optional<FormatData>& format, size_t rank) {
+    if (!format || format->recv_scales.empty()) return;
+    check_bytes("recv_scales", format->recv_scales[rank].bytes, next_output());
+    if (!format->recv_row_scales.empty())
+      check_floats("recv_row_scales", format->recv_row_scales[rank], next_output(), NanRule::bits);
+  }
 
   // Returns the next output, in the order in which they were made.
   std::vector<std::byte> next_output() { return buffers_.read_output(num_read_++); }
@@ -277,16 +294,18 @@ void LayerRun::pass_rows(Tensors& tensors, const Workload& work, Args& args) {
     args.topk_weights = tensors.floats_in("topk_weights", data.topk_weights[rank], layer_.top_k);
     args.recv_weights = tensors.floats_out("recv_weights", data.recv_weights[rank], 0);
   }
+  if (data.format) args.format = tensors.format(*data.format, rank);
   args.pads = layer_.pads_untouched ? EPX_PADS_UNTOUCHED : EPX_PADS_ZERO;
 }
 
 void LayerRun::check_received(Tensors& tensors, const Workload& work) const {
   const auto rank = static_cast<size_t>(group_.rank());
   const DispatchData& data = work.dispatch;
-  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
+  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), rule_of(layer_.format));
   if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
   if (!data.topk_weights.empty())
     check_floats("recv_weights", data.recv_weights[rank], tensors.next_output(), NanRule::bits);
+  tensors.check_scales(data.format, rank);
 }
 
 void LayerRun::expect_after_prepare(const Workload& work, epx_operation operation) {
@@ -396,12 +415,13 @@ void LayerRun::dispatch_rank_major(const Workload& work) {
   }
   args.counts = {buffers.output("counts", data.counts[rank].size() * index_bytes, index_bytes), layer_.counts_dtype,
                  group_.shape().num_ranks};
+  if (data.format) args.format = tensors.format(*data.format, rank);
 
   group_.view().dispatch_rank_major(args);
   finish(buffers, EPX_OP_DISPATCH_RANK_MAJOR);
   mismatch_ = useless_ = false;
   rank_major_handle_ = tensors.next_output();
-  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), NanRule::bits);
+  check_rows("recv_tokens", data.recv_tokens[rank], tensors.next_output(), rule_of(layer_.rank_major_format));
   if (!data.sidecars.empty()) check_bytes("recv sidecar", data.recv_sidecars[rank].bytes, tensors.next_output());
   // As an int64, what the call must not write holds other bits than as an int32.
   const auto expected = [&](std::vector<int64_t> values) {
@@ -413,6 +433,7 @@ void LayerRun::dispatch_rank_major(const Workload& work) {
   if (!data.topk_weights.empty())
     check_floats("recv_weights", data.recv_weights[rank], tensors.next_output(), NanRule::bits);
   check_integers("counts", expected(data.counts[rank]), tensors.next_output(), layer_.counts_dtype);
+  tensors.check_scales(data.format, rank);
   const reference::RankMajorRank& mine = work.rank_major->plan.ranks[rank];
   group_.expect_event(EPX_EVENT_BAD_INDEX, EPX_OP_DISPATCH_RANK_MAJOR, mine.bad_indices);
   group_.expect_event(EPX_EVENT_TOO_FEW_ROWS, EPX_OP_DISPATCH_RANK_MAJOR, mine.dropped_here);

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/support/values.h"
 
+#include <algorithm>
 #include <cstring>
+
+#include "base/dtypes.h"
 
 namespace epx::test {
 
@@ -53,23 +56,59 @@ uint32_t special_bits(Format format, Rng& rng) {
   }
 }
 
+void set_bits(std::byte* to, Format format, uint32_t bits) {
+  std::memcpy(to, &bits, static_cast<size_t>(format.bytes)); // little endian
+}
+
 void fill(std::byte* to, Format format, int64_t count, bool with_specials, Rng& rng) {
   for (int64_t i = 0; i < count; ++i, to += format.bytes) {
     const uint64_t random = rng.next();
     const bool special = with_specials && (random >> 56) % 8 == 0;
     const uint32_t bits = special ? special_bits(format, rng) : plain_bits(format, random);
-    if (format.bytes == 2) {
-      const auto half = static_cast<uint16_t>(bits);
-      std::memcpy(to, &half, sizeof(half));
-    } else {
-      std::memcpy(to, &bits, sizeof(bits));
-    }
+    set_bits(to, format, bits);
+  }
+}
+
+// A block that a quantiser may take for one, or for a part of one.
+void fill_block(std::byte* to, Format format, int64_t count, Rng& rng) {
+  const uint32_t all_ones = (1u << format.exponent_bits) - 1, bias = all_ones / 2;
+  const uint32_t small = bias > 30 ? bias - 30 : 1, large = all_ones - 2;
+  const auto kind = rng.below(7);
+  const auto mantissa_of_all = static_cast<uint32_t>(rng.next()) & ((1u << format.mantissa_bits) - 1);
+  if (kind > 4) return fill(to, format, count, kind == 5, rng);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto sign = static_cast<uint32_t>(rng.below(2));
+    const auto mantissa = static_cast<uint32_t>(rng.next()) & ((1u << format.mantissa_bits) - 1);
+    const uint32_t exponents[] = {0, 0, bias, small, large};
+    const uint32_t mantissas[] = {0, mantissa, mantissa_of_all, mantissa, mantissa};
+    set_bits(to + i * format.bytes, format, assemble(format, sign, exponents[kind], mantissas[kind]));
   }
 }
 
 } // namespace
 
+reference::Matrix random_blocks(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng) {
+  constexpr int64_t kBlock = 16; // the smallest that a scaling has
+  const Format format = format_of(dtype);
+  reference::Matrix matrix = scribbled_rows(dtype, rows, cols);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::byte* const to = matrix.bytes.data() + row * cols * format.bytes;
+    if (rng.chance(50)) {
+      fill(to, format, cols, false, rng);
+      continue;
+    }
+    for (int64_t begin = 0; begin < cols; begin += kBlock)
+      fill_block(to + begin * format.bytes, format, std::min(kBlock, cols - begin), rng);
+  }
+  return matrix;
+}
+
 reference::Matrix random_rows(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng) {
+  if (is_quantised_dtype(dtype)) {
+    reference::Matrix any = scribbled_rows(dtype, rows, cols);
+    std::ranges::generate(any.bytes, [&] { return static_cast<std::byte>(rng.next()); });
+    return any;
+  }
   const Format format = format_of(dtype);
   reference::Matrix matrix = scribbled_rows(dtype, rows, cols);
   for (int64_t row = 0; row < rows; ++row) {
@@ -95,7 +134,7 @@ reference::Sidecar random_sidecar(int64_t rows, int64_t row_bytes, Rng& rng) {
 }
 
 reference::Matrix scribbled_rows(epx_dtype dtype, int64_t rows, int64_t cols) {
-  const auto bytes = static_cast<size_t>(rows * cols * format_of(dtype).bytes);
+  const auto bytes = static_cast<size_t>(rows * row_bytes(dtype, cols));
   return {dtype, rows, cols, std::vector<std::byte>(bytes, kScribble)};
 }
 

@@ -108,6 +108,18 @@ std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<i
   return matrices;
 }
 
+// Returns the tokens of a dispatch.
+std::vector<Matrix> token_rows(const FormatCase& format, const LayerCase& layer, const std::vector<int64_t>& tokens,
+                               Rng& rng) {
+  const bool is_quantised_here = format.way == FormatWay::at_source || format.way == FormatWay::on_wire;
+  return per_rank(is_quantised_here ? random_blocks : random_rows, format.token_dtype(layer.dtype), tokens, layer.hidden,
+                  rng);
+}
+
+std::optional<reference::FormatTensors> tensors_of(std::optional<FormatData>& format) {
+  return format ? std::optional(format->tensors()) : std::nullopt;
+}
+
 using MakeWeights = std::vector<float> (*)(int64_t, Rng&);
 std::vector<float> scribbled_floats(int64_t count, Rng& /*rng*/) {
   return scribbled_weights(count);
@@ -137,7 +149,8 @@ reference::Plan without_rank(reference::Plan plan, LostRank lost) {
   for (size_t rank = 0; rank < plan.ranks.size(); ++rank) {
     reference::RankPlan& mine = plan.ranks[rank];
     for (size_t slot = 0; slot * 3 < mine.slot_origin.size(); ++slot) {
-      if (is_cut(static_cast<int>(rank), mine.slot_origin[slot * 3])) {
+      const int source = mine.slot_origin[slot * 3];
+      if (source >= 0 && is_cut(static_cast<int>(rank), source)) {
         std::fill_n(mine.slot_origin.begin() + static_cast<std::ptrdiff_t>(slot * 3), 3, -2); // such a row is no pad
       }
     }
@@ -161,8 +174,9 @@ struct Maker {
   DispatchData dispatch() {
     const std::vector<int64_t> recv = rows();
     DispatchData data;
-    data.tokens = per_rank(random_rows, layer.dtype, tokens, layer.hidden, rng);
-    data.recv_tokens = per_rank(scribbled, layer.dtype, recv, layer.hidden, rng);
+    data.tokens = token_rows(layer.format, layer, tokens, rng);
+    data.recv_tokens = per_rank(scribbled, layer.format.recv_dtype(layer.dtype), recv, layer.hidden, rng);
+    data.format = make_format_data(layer.format, layer.hidden, tokens, recv, rng);
     data.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
     data.recv_weights = weights_per_rank(layer.dispatch_weights, scribbled_floats, recv, 1, rng);
     for (size_t rank = 0; layer.sidecar_bytes > 0 && rank < tokens.size(); ++rank) {
@@ -170,11 +184,16 @@ struct Maker {
       data.recv_sidecars.push_back(scribbled_sidecar(recv[rank], layer.sidecar_bytes));
     }
     const DispatchData before = data;
+    const auto formats = tensors_of(data.format);
     reference::dispatch(plan, {data.tokens, data.sidecars, data.topk_weights, data.recv_tokens, data.recv_sidecars,
-                               data.recv_weights, layer.pads_untouched});
+                               data.recv_weights, layer.pads_untouched, formats ? &*formats : nullptr});
     keep_untouched(data.recv_tokens, before.recv_tokens, lost);
     keep_untouched(data.recv_sidecars, before.recv_sidecars, lost);
     keep_untouched(data.recv_weights, before.recv_weights, lost);
+    if (data.format) {
+      keep_untouched(data.format->recv_scales, before.format->recv_scales, lost);
+      keep_untouched(data.format->recv_row_scales, before.format->recv_row_scales, lost);
+    }
     return data;
   }
 
@@ -264,8 +283,10 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
   const std::vector<int64_t> rows(tokens.size(), group.num_ranks * data.rows_per_source);
 
   RankMajorData::Dispatch& dispatch = data.dispatch;
-  dispatch.tokens = per_rank(random_rows, layer.dtype, tokens, layer.hidden, rng);
-  dispatch.recv_tokens = per_rank(scribbled, layer.dtype, rows, layer.hidden, rng);
+  const FormatCase& format = layer.rank_major_format;
+  dispatch.tokens = token_rows(format, layer, tokens, rng);
+  dispatch.recv_tokens = per_rank(scribbled, format.recv_dtype(layer.dtype), rows, layer.hidden, rng);
+  dispatch.format = make_format_data(format, layer.hidden, tokens, rows, rng);
   dispatch.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
   dispatch.recv_weights = weights_per_rank(layer.dispatch_weights, scribbled_floats, rows, layer.top_k, rng);
   for (size_t rank = 0; rank < tokens.size(); ++rank) {
@@ -275,9 +296,10 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
     dispatch.sidecars.push_back(random_sidecar(tokens[rank], layer.sidecar_bytes, rng));
     dispatch.recv_sidecars.push_back(scribbled_sidecar(rows[rank], layer.sidecar_bytes));
   }
-  reference::dispatch_rank_major(data.plan,
-                                 {dispatch.tokens, dispatch.sidecars, dispatch.topk_weights, dispatch.recv_tokens,
-                                  dispatch.recv_sidecars, dispatch.recv_topk_idx, dispatch.recv_weights, dispatch.counts});
+  const auto formats = tensors_of(dispatch.format);
+  reference::dispatch_rank_major(data.plan, {dispatch.tokens, dispatch.sidecars, dispatch.topk_weights,
+                                             dispatch.recv_tokens, dispatch.recv_sidecars, dispatch.recv_topk_idx,
+                                             dispatch.recv_weights, dispatch.counts, formats ? &*formats : nullptr});
 
   RankMajorData::CombineBwd& combine_bwd = data.combine_bwd;
   combine_bwd.grad_out = per_rank(random_rows, layer.combine_dtype, tokens, layer.combine_hidden, rng);

@@ -12,6 +12,7 @@
 #include "runtime/reference/rank_major.h"
 #include "runtime/reference/reference.h"
 #include "tests/support/case.h"
+#include "tests/support/format_data.h"
 #include "tests/support/rng.h"
 
 namespace epx::test {
@@ -26,6 +27,7 @@ struct DispatchData {
   std::vector<reference::Matrix> recv_tokens;    // [N, H] out
   std::vector<reference::Sidecar> recv_sidecars; // [N] out
   std::vector<std::vector<float>> recv_weights;  // [N] out
+  std::optional<FormatData> format;
 };
 
 struct CombineData {
@@ -63,6 +65,7 @@ struct RankMajorData {
     std::vector<std::vector<int64_t>> recv_topk_idx; // [P * M, K] out
     std::vector<std::vector<float>> recv_weights;    // [P * M, K] out
     std::vector<std::vector<int64_t>> counts;        // [P] out
+    std::optional<FormatData> format;
   } dispatch;
   struct Combine {                             // none in groups of precision exact, and likewise below
     std::vector<reference::Matrix> expert_out; // [P * M, H]

@@ -127,6 +127,20 @@ AT(epx_dispatch_args, recv_tokens, 56);
 AT(epx_dispatch_args, recv_weights, 64);
 AT(epx_dispatch_args, pads, 72);
 AT(epx_dispatch_args, reserved0, 76);
+AT(epx_dispatch_args, format, 80);
+
+AT(epx_row_format, struct_size, 0);
+AT(epx_row_format, scaling, 8);
+AT(epx_row_format, dtype, 12);
+AT(epx_row_format, amax_floor, 16);
+AT(epx_row_format, scale_layout, 20);
+AT(epx_row_format, scales, 24);
+AT(epx_row_format, row_scales, 32);
+AT(epx_row_format, encode_scale, 40);
+AT(epx_row_format, recv_scales, 48);
+AT(epx_row_format, recv_row_scales, 56);
+AT(epx_row_format, reserved, 64);
+SIZE(epx_row_format, 96);
 
 AT(epx_prepare_dispatch_args, struct_size, 0);
 AT(epx_prepare_dispatch_args, layer, 8);
@@ -146,6 +160,7 @@ AT(epx_prepare_dispatch_args, recv_tokens, 112);
 AT(epx_prepare_dispatch_args, recv_weights, 120);
 AT(epx_prepare_dispatch_args, pads, 128);
 AT(epx_prepare_dispatch_args, reserved0, 132);
+AT(epx_prepare_dispatch_args, format, 136);
 
 AT(epx_combine_args, struct_size, 0);
 AT(epx_combine_args, layer, 8);
@@ -189,6 +204,7 @@ AT(epx_dispatch_rank_major_args, recv_tokens, 64);
 AT(epx_dispatch_rank_major_args, recv_topk_idx, 72);
 AT(epx_dispatch_rank_major_args, recv_weights, 80);
 AT(epx_dispatch_rank_major_args, counts, 88);
+AT(epx_dispatch_rank_major_args, format, 96);
 
 AT(epx_combine_rank_major_args, struct_size, 0);
 AT(epx_combine_rank_major_args, layer, 8);
@@ -237,6 +253,23 @@ IS(EPX_INT32, 4);
 IS(EPX_INT64, 5);
 IS(EPX_FLOAT64, 6);
 IS(EPX_UINT8, 7);
+IS(EPX_FLOAT8_E4M3, 8);
+IS(EPX_FLOAT8_E5M2, 9);
+IS(EPX_FLOAT4_E2M1, 10);
+IS(EPX_FLOAT8_E8M0, 11);
+
+SIZE(epx_scaling, 4);
+IS(EPX_SCALING_NONE, 0);
+IS(EPX_SCALING_BLOCK128, 1);
+IS(EPX_SCALING_BLOCK128_POW2, 2);
+IS(EPX_SCALING_MX, 3);
+IS(EPX_SCALING_NV, 4);
+
+SIZE(epx_scale_layout, 4);
+IS(EPX_SCALES_ROWS, 0);
+IS(EPX_SCALES_COLUMNS, 1);
+IS(EPX_SCALES_PACKED, 2);
+IS(EPX_SCALES_TILES, 3);
 
 SIZE(epx_combine_precision, 4);
 IS(EPX_COMBINE_WIRE, 0);
@@ -297,6 +330,7 @@ const struct {
   epx_status (*bootstrap_file)(const char*, const char*, int32_t, int32_t, int64_t, epx_bootstrap*);
   void (*bootstrap_free)(epx_bootstrap*);
   epx_status (*group_config_init)(epx_group_config*);
+  epx_status (*row_format_init)(epx_row_format*, epx_scaling);
   epx_status (*group_create)(const epx_bootstrap*, const epx_group_config*, epx_group*);
   void (*group_destroy)(epx_group);
   epx_status (*group_abort)(epx_group);
@@ -326,6 +360,7 @@ const struct {
     .bootstrap_file = epx_bootstrap_file,
     .bootstrap_free = epx_bootstrap_free,
     .group_config_init = epx_group_config_init,
+    .row_format_init = epx_row_format_init,
     .group_create = epx_group_create,
     .group_destroy = epx_group_destroy,
     .group_abort = epx_group_abort,

@@ -114,7 +114,8 @@ private:
 };
 
 // Runs `body` as each rank of a group, and reports what it throws.
-void with_group(int num_ranks, const std::function<void(epx::Group&, int rank)>& body) {
+void with_group(int num_ranks, const std::function<void(epx::Group&, int rank)>& body,
+                const epx::GroupConfig& config = small_config()) {
   Board board(num_ranks);
   std::vector<std::string> failures(static_cast<size_t>(num_ranks));
   {
@@ -123,7 +124,7 @@ void with_group(int num_ranks, const std::function<void(epx::Group&, int rank)>&
       threads.emplace_back([&, rank] {
         epx::Group group;
         try {
-          group = epx::Group(board.bootstrap(rank), small_config());
+          group = epx::Group(board.bootstrap(rank), config);
           body(group, rank);
         } catch (const std::exception& error) {
           failures[static_cast<size_t>(rank)] = error.what();
@@ -277,6 +278,65 @@ TEST_CASE("defaults and plans are those of the C API") {
   const epx_memory_plan plan = epx::memory_plan(small_config(), 3);
   CHECK(plan.window_bytes > 0);
   CHECK(error_of([] { static_cast<void>(epx::memory_plan(small_config(), 0)); }).status() == EPX_ERROR_INVALID_ARGUMENT);
+}
+
+TEST_CASE("a row format: defaults, sizes, and the C struct") {
+  epx_row_format c_format;
+  for (const epx_scaling scaling : {EPX_SCALING_BLOCK128, EPX_SCALING_BLOCK128_POW2, EPX_SCALING_MX, EPX_SCALING_NV}) {
+    REQUIRE(epx_row_format_init(&c_format, scaling) == EPX_SUCCESS);
+    const epx::RowFormat format(scaling);
+    CHECK(format);
+    CHECK(format.dtype == c_format.dtype);
+    CHECK(format.amax_floor == c_format.amax_floor);
+    CHECK(format.get().struct_size == sizeof(epx_row_format));
+    CHECK(format.get().scaling == scaling);
+    CHECK(format.get().recv_scales == nullptr);
+  }
+  CHECK(!epx::RowFormat());
+  const epx::Error error = error_of([] { static_cast<void>(epx::RowFormat{EPX_SCALING_NONE}); });
+  CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
+  CHECK(std::string(error.function()) == "epx_row_format_init");
+
+  epx::RowFormat format(EPX_SCALING_MX);
+  CHECK(format.num_scales(7168) == 224);
+  CHECK(format.num_scales(33) == 2);
+  CHECK(epx::RowFormat(EPX_SCALING_BLOCK128_POW2).num_scales(129) == 2);
+  CHECK(epx::RowFormat(EPX_SCALING_NV).num_scales(34) == 3);
+  const auto shape_of = [&](epx_scale_layout layout) {
+    format.scale_layout = layout;
+    return format.recv_scales_shape(130, 200).to_string(); // 7 scales
+  };
+  CHECK(shape_of(EPX_SCALES_ROWS) == "[130, 7]");
+  CHECK(shape_of(EPX_SCALES_COLUMNS) == "[7, 132]");
+  CHECK(shape_of(EPX_SCALES_PACKED) == "[2, 132]");
+  CHECK(shape_of(EPX_SCALES_TILES) == "[2, 2, 512]");
+
+  std::vector<uint8_t> bytes(6);
+  std::vector<float> floats(3);
+  format.dtype = EPX_FLOAT8_E5M2;
+  format.scales = {bytes.data(), EPX_FLOAT8_E8M0, {3, 2}};
+  format.row_scales = floats;
+  format.encode_scale = {floats.data(), EPX_FLOAT32, {1}};
+  format.recv_scales = {bytes.data(), EPX_FLOAT8_E8M0, {6, 1}};
+  format.recv_row_scales = floats;
+  c_format = format.get();
+  CHECK(c_format.dtype == EPX_FLOAT8_E5M2);
+  CHECK(c_format.scale_layout == EPX_SCALES_TILES);
+  CHECK(c_format.scales == format.scales.get());
+  CHECK(c_format.row_scales == format.row_scales.get());
+  CHECK(c_format.encode_scale == format.encode_scale.get());
+  CHECK(c_format.recv_scales == format.recv_scales.get());
+  CHECK(c_format.recv_row_scales == format.recv_row_scales.get());
+  const epx::RowFormat same(c_format);
+  CHECK(same.scaling == EPX_SCALING_MX);
+  CHECK(same.dtype == EPX_FLOAT8_E5M2);
+  CHECK(same.scale_layout == EPX_SCALES_TILES);
+  CHECK(same.scales.data() == bytes.data());
+  CHECK(same.recv_scales.size(0) == 6);
+  CHECK(same.encode_scale.size(0) == 1);
+  CHECK(same.row_scales.data() == floats.data());
+  CHECK(same.recv_row_scales.data() == floats.data());
+  CHECK(!epx::RowFormat(epx::RowFormat(EPX_SCALING_NV).get()).scales);
 }
 
 TEST_CASE("a bootstrap is released once, by its last owner") {
@@ -451,6 +511,58 @@ TEST_CASE("the rank-major calls") {
                                    .grad_topk_weights = {grad_topk_weights, {kTokens, kTopK}}});
     require(grad_tokens == out && grad_topk_weights == topk_weights, "dispatch_rank_major_bwd");
   });
+}
+
+TEST_CASE("dispatch with a row format, three ways") {
+  constexpr int64_t kWide = 64, kTokens = 2, kScales = 2;
+  epx::GroupConfig config = small_config();
+  config.hidden_dim = kWide;
+  const auto body = [](epx::Group& group, int) {
+    const Prepared layer(group, kTokens); // experts 0 and 2 begin the zones, of token 0 and token 1
+    const auto rows = static_cast<size_t>(layer.rows);
+    const std::vector<float> tokens(kTokens * kWide, 1.0F); // the scale is 2^-8, the element is 2^8
+    constexpr uint8_t kScale = 127 - 8, kElement = 0x78;
+    std::vector<uint8_t> received(rows * kWide), scales(rows * kScales);
+    epx::RowFormat format(EPX_SCALING_MX);
+    format.recv_scales = {scales.data(), EPX_FLOAT8_E8M0, format.recv_scales_shape(layer.rows, kWide)};
+    const epx::Tensor recv_tokens(received.data(), EPX_FLOAT8_E4M3, {rows, kWide});
+    group.dispatch({.layer = kLayer,
+                    .handle_mem = layer.handle,
+                    .tokens = {tokens, {kTokens, kWide}},
+                    .recv_tokens = recv_tokens,
+                    .format = format});
+    require(received[0] == kElement && received[kWide - 1] == kElement, "elements that the call quantised");
+    require(scales[0] == kScale && scales[1] == kScale, "their scales");
+
+    // The row comes as it has arrived, with other scales.
+    const std::vector<uint8_t> quantised(kTokens * kWide, kElement), given(kTokens * kScales, 42);
+    format.scales = {given.data(), EPX_FLOAT8_E8M0, {kTokens, kScales}};
+    std::vector<std::byte> handle(layer.handle.size());
+    std::vector<int64_t> counts(layer.counts.size()), offsets(layer.offsets.size());
+    group.prepare_dispatch({.layer = kLayer,
+                            .handle_mem = handle,
+                            .topk_idx = {layer.topk_idx, {kTokens, kTopK}},
+                            .counts = counts,
+                            .offsets = offsets,
+                            .tokens = {quantised.data(), EPX_FLOAT8_E4M3, {kTokens, kWide}},
+                            .recv_tokens = recv_tokens,
+                            .format = format});
+    require(received[0] == kElement && scales[0] == 42 && scales[1] == 42, "rows that came quantised");
+
+    std::vector<float> wide(2 * kTokens * kWide);
+    std::vector<int32_t> recv_topk_idx(2 * kTokens * kTopK), source_counts(2);
+    const epx::Layer rank_major_layer = {.top_k = kTopK};
+    group.dispatch_rank_major({.layer = rank_major_layer,
+                               .handle_mem = handle,
+                               .tokens = {tokens, {kTokens, kWide}},
+                               .topk_idx = {layer.topk_idx, {kTokens, kTopK}},
+                               .recv_tokens = {wide, {2, kTokens, kWide}},
+                               .recv_topk_idx = {recv_topk_idx, {2, kTokens, kTopK}},
+                               .counts = source_counts,
+                               .format = epx::RowFormat(EPX_SCALING_MX)});
+    require(source_counts[0] > 0 && wide[0] == 1.0F && wide[kWide - 1] == 1.0F, "rows that the wire alone has quantised");
+  };
+  with_group(2, body, config);
 }
 
 TEST_CASE("dispatch with untouched pads") {

@@ -445,7 +445,7 @@ private:
 } // namespace
 
 AllocationPlace Launcher::place_of(const MovementCall& call, const std::byte* rows) const {
-  return allocations.locate(rows, call.recv_rows * row_bytes(call.dtype, call.hidden));
+  return allocations.locate(rows, call.recv_rows * row_bytes(call.recv_dtype, call.hidden));
 }
 
 std::unique_ptr<LegBackend> make_backend(const GroupContext& context, int num_comm_sms,

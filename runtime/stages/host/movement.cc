@@ -53,7 +53,7 @@ void find_rows(HostGroup& group, const MovementCall& call) {
     const CallDescriptor& descriptor = group.protocol.descriptor_of(rank);
     const auto index = static_cast<size_t>(rank);
     group.scratch.rows_base[index] = registered_address(group, rank, {descriptor.rows_allocation, descriptor.rows_offset},
-                                                        descriptor.recv_rows, row_bytes(call));
+                                                        descriptor.recv_rows, recv_row_bytes(call));
     group.scratch.weights_base[index] = reinterpret_cast<const float*>(registered_address(
         group, rank, {descriptor.weights_allocation, descriptor.weights_offset}, descriptor.recv_rows, sizeof(float)));
   }

@@ -16,8 +16,12 @@
 
 namespace epx::host {
 
+// Of the rows that a call reads, and of those that it writes.
 inline int64_t row_bytes(const MovementCall& call) {
   return epx::row_bytes(call.dtype, call.hidden);
+}
+inline int64_t recv_row_bytes(const MovementCall& call) {
+  return epx::row_bytes(call.recv_dtype, call.hidden);
 }
 
 // A Movement is one movement in progress, after its entry barrier.
@@ -53,7 +57,7 @@ struct Movement {
 
 // Returns where a call's receive rows lie in memory that peers reach, and access in place.
 inline AllocationPlace place_of(const HostGroup& group, const MovementCall& call, const std::byte* rows) {
-  return group.allocations.locate(rows, call.recv_rows * row_bytes(call));
+  return group.allocations.locate(rows, call.recv_rows * recv_row_bytes(call));
 }
 
 // Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.

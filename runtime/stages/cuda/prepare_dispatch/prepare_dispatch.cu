@@ -292,9 +292,11 @@ cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispa
   const CallDescriptor descriptor = describe(dispatch, launcher.place_of(dispatch, dispatch.recv_tokens));
   MovementParams movement = make_movement_params(launcher.group, {}, dispatch, descriptor);
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
-  if (!sends_ll_rows(launcher.group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
+  if (dispatch.format.is_quantised() ||
+      !sends_ll_rows(launcher.group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
     const int64_t route_bytes = dispatch.num_tokens * dispatch.top_k * row_bytes;
-    if (launcher.group.context.layout.scatter_by_token && launcher.plan.has_ht_prepare_dispatch(route_bytes)) {
+    if (!dispatch.format.is_quantised() && launcher.group.context.layout.scatter_by_token &&
+        launcher.plan.has_ht_prepare_dispatch(route_bytes)) {
       const auto [grid, role_counts, prepare] =
           launcher.plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, launcher.stream);
       movement.role_counts = role_counts;

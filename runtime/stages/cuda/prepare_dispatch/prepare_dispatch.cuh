@@ -12,7 +12,7 @@ namespace epx::cuda {
 
 static_assert(kThreads == kMovementThreads);
 
-struct PrepareDispatchParams : ScatterParams<MixedDispatch> {
+struct PrepareDispatchParams : ScatterParams<MixedDispatch<PlainRows>> {
   PrepareCall prepare;
   ExpertRanks experts;
   PrepareDispatchBlocks blocks;

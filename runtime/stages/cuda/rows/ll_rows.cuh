@@ -40,7 +40,7 @@ struct ChunkRange {
 // Each warp has one. A row of a source is that of a token, or, in the rank-major layout, has a number for each receiver.
 template <bool kUnaligned>
 class LlRows {
-  using Format = WireRows;
+  using Format = PlainRows;
 
 public:
   __device__ LlRows(const DeviceGroup& group, const CallSession& call, const DispatchCall& args)

@@ -1,40 +1,132 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row format says what travels for a row of scatter. It is a policy of those that send and receive rows (row_sender.cuh,
-// ll_rows.cuh, Scatter, RankMajorReceiver). docs/row-formats.md tells how to add one; that of the host transport is
+// Scatter, RankMajorDispatch). docs/recipes.md tells how to add one; that of the host transport is
 // runtime/stages/host/rows/row_format.h.
+//
+// On the high-throughput path a warp moves a row to the address that each lane passes, or NULL. The move may be only begun:
+// pipeline.finish() ends it. `bytes` are those of a row of the sender's tensor.
+//   begin_send     from the sender's tensor into staging, or into receive rows where the format allows it
+//   begin_receive  from staging into the receive tensors; each lane passes the row's index there beside its address
+//   begin_keep     from the sender's tensor into its own receive tensors, which get what a peer would have got
+//   clear_scales   zeros what the receive tensors have beside the rows that the lanes pass; -1: none
 #pragma once
 
 #include "runtime/stages/cuda/rows/ll_row.cuh"
+#include "runtime/stages/cuda/rows/quantised_row.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+#include "runtime/stages/stages.h"
 
 namespace epx::cuda {
 
 // The row itself.
-struct PlainRows {
+class PlainRows {
+public:
+  __device__ PlainRows() = default;
+  __device__ explicit PlainRows(const MovementCall& /*call*/) {}
+
   // The row travels as the receive tensor has it, so that a sender may store it there.
   static constexpr bool kIsReceiveFormat = true;
+  static constexpr bool kHasLlPath = true;
 
-  // The high-throughput path. A warp moves a row of `bytes` bytes to the address that each lane passes, or NULL; the move is
-  // only begun, and pipeline.finish() ends it. send: from the sender's tensor into staging, or into receive rows where the
-  // format allows it. receive: from staging to the receiver's tensor. keep: from the sender's tensor to its own receive rows,
-  // which get what a peer would have got.
-  __device__ static void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, std::byte* to) {
+  __device__ static void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*token*/,
+                                    std::byte* to) {
     begin_copy_row_to_destinations(pipeline, from, bytes, to);
   }
-  __device__ static void begin_receive(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, std::byte* to) {
+  __device__ static void begin_receive(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*index*/,
+                                       std::byte* to) {
     begin_copy_row_to_destinations(pipeline, from, bytes, to);
   }
-  __device__ static void begin_keep(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, std::byte* to) {
+  __device__ static void begin_keep(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*token*/,
+                                    int64_t /*index*/, std::byte* to) {
     begin_copy_row_to_destinations(pipeline, from, bytes, to);
   }
+  __device__ static void clear_scales(int64_t /*index*/) {}
 
   // The low-latency path: a chunk of a row in a warp's registers, from the sender's tensor to what travels, and back.
   __device__ static void to_wire(LlChunk&) {}
   __device__ static void from_wire(LlChunk&) {}
 };
 
-// Of dispatch, prepare_dispatch and dispatch_rank_major. Sidecars, and the gradients of combine_bwd, travel as they are.
-using WireRows = PlainRows;
+// A row of 8 or 4 bits with its scales: WireRow. It takes the high-throughput path always.
+class QuantisedRows {
+public:
+  // The call must outlive this.
+  __device__ explicit QuantisedRows(const DispatchCall& call)
+      : call_(call), tensors_(call.format_tensors), wire_(call.format, call.hidden) {}
+
+  static constexpr bool kIsReceiveFormat = false;
+  static constexpr bool kHasLlPath = false;
+
+  __device__ void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
+                             std::byte* to) const {
+    QuantisedPlace place;
+    if (to != nullptr)
+      place = {to, to + wire_.scales,
+               call_.format.has_row_scale() ? reinterpret_cast<float*>(to + wire_.row_scale) : nullptr};
+    const ScaleLayout layout{EPX_SCALES_ROWS, tensors_.recv_layout.scale_bytes, tensors_.recv_layout.num_scales, 1};
+    begin_move(pipeline, from, token, layout, place);
+  }
+  __device__ void begin_receive(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t index,
+                                std::byte* to) const {
+    const QuantisedSource source{from, from + wire_.scales,
+                                 call_.format.has_row_scale() ? *reinterpret_cast<const float*>(from + wire_.row_scale)
+                                                              : 0.0f};
+    if (tensors_.recv_scales == nullptr)
+      dequantise(source, to);
+    else
+      begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to));
+  }
+  __device__ void begin_keep(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
+                             int64_t index, std::byte* to) const {
+    begin_move(pipeline, from, token, tensors_.recv_layout, received_place(index, to));
+  }
+  __device__ void clear_scales(int64_t index) const {
+    if (tensors_.recv_scales != nullptr)
+      cuda::clear_scales(tensors_.recv_scales, tensors_.recv_row_scales, tensors_.recv_layout, index);
+  }
+
+private:
+  __device__ QuantisedPlace received_place(int64_t index, std::byte* to) const {
+    if (to == nullptr) return {};
+    return {to, tensors_.recv_scales != nullptr ? tensors_.recv_scales + tensors_.recv_layout.row_offset(index) : nullptr,
+            tensors_.recv_row_scales != nullptr ? tensors_.recv_row_scales + index : nullptr};
+  }
+
+  // The row of a token of this rank, which comes quantised, or is quantised here.
+  __device__ void begin_move(TmaRowPipeline& pipeline, const std::byte* from, int64_t token, const ScaleLayout& layout,
+                             const QuantisedPlace& to) const {
+    if (tensors_.scales != nullptr) {
+      const int64_t scale_bytes = call_.format.scale_bytes(call_.hidden);
+      begin_copy(
+          pipeline,
+          {from, tensors_.scales + token * scale_bytes, tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f},
+          layout, to);
+    } else if (call_.dtype == EPX_FLOAT32) {
+      quantise_row_to_places<float>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+    } else if (call_.dtype == EPX_FLOAT16) {
+      quantise_row_to_places<__half>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+    } else {
+      quantise_row_to_places<__nv_bfloat16>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+    }
+  }
+  __device__ void begin_copy(TmaRowPipeline& pipeline, const QuantisedSource& from, const ScaleLayout& layout,
+                             const QuantisedPlace& to) const {
+    begin_copy_row_to_destinations(pipeline, from.row, call_.format.element_bytes(call_.hidden), to.row);
+    copy_scales_to_places(from, layout, to);
+  }
+  __device__ void dequantise(const QuantisedSource& from, std::byte* to) const {
+    if (call_.recv_dtype == EPX_FLOAT32)
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<float*>(to));
+    else if (call_.recv_dtype == EPX_FLOAT16)
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__half*>(to));
+    else
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__nv_bfloat16*>(to));
+  }
+
+  const DispatchCall& call_;
+  const FormatTensors& tensors_;
+  WireRow wire_;
+};
 
 } // namespace epx::cuda

@@ -29,8 +29,9 @@ template <typename Format>
 class RowSender {
 public:
   // The first `lanes` lanes pass ready flags; 0: there are none, and no signal warp.
-  __device__ RowSender(TmaRowPipeline& pipeline, const WarpRoleCounts& role_counts, int lanes)
-      : pipeline_(pipeline), role_counts_(role_counts), lanes_(lanes) {}
+  __device__ RowSender(TmaRowPipeline& pipeline, const WarpRoleCounts& role_counts, int lanes,
+                       const Format& format = Format())
+      : pipeline_(pipeline), role_counts_(role_counts), lanes_(lanes), format_(format) {}
 
   __device__ SignalWarp signal_warp() const { return signal_warp_of(role_counts_, lanes_); }
 
@@ -38,7 +39,7 @@ public:
   __device__ void send(const SentRows& from, int64_t index, const RowPlaces& to) {
     if (lanes_ > 0) finish();
     pending_flag_ = to.ready_flag;
-    Format::begin_send(pipeline_, from.rows + index * from.row_bytes, from.row_bytes, to.row);
+    format_.begin_send(pipeline_, from.rows + index * from.row_bytes, from.row_bytes, index, to.row);
     if (from.sidecar_bytes > 0)
       copy_row_to_destinations(from.sidecars + index * from.sidecar_bytes, from.sidecar_bytes, to.sidecar);
   }
@@ -64,6 +65,7 @@ private:
   TmaRowPipeline& pipeline_;
   const WarpRoleCounts& role_counts_;
   int lanes_;
+  [[no_unique_address]] Format format_;
   int cell_ = 0;                  // for the next enqueue()
   Epoch* pending_flag_ = nullptr; // of each lane: the ready flag of the last row
 };

@@ -9,7 +9,6 @@
 #include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/rows/row_format.cuh"
 #include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
@@ -19,7 +18,7 @@ namespace epx::cuda {
 inline bool takes_ll_path(const DeviceGroup& group, const DispatchRankMajorCall& call) {
   const bool forces_ht_path =
       kTestHooks && group.hooks.alternates_paths && (group.launch * uint64_t{0x9e3779b97f4a7c15} >> 40 & 1) != 0;
-  return call.slots_per_source <= group.context.layout.ll_tokens && !forces_ht_path;
+  return !call.format.is_quantised() && call.slots_per_source <= group.context.layout.ll_tokens && !forces_ht_path;
 }
 
 struct RankMajorParams : MovementParams {
@@ -52,9 +51,6 @@ protected:
   __device__ LlPacket16* board_at(int owner, int source) const {
     return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
   }
-  // Returns whether a rank's rows are stored in place.
-  __device__ bool is_in_place(int rank) const { return WireRows::kIsReceiveFormat && has_registered_rows(call_, rank); }
-
   // ---- Inputs ----
 
   __device__ float weight_of_route(int64_t route) const {

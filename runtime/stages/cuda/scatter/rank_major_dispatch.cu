@@ -41,16 +41,22 @@ namespace {
 
 // The work of one block. What it needs of shared memory before the entry barrier lies in that of the TMA row pipelines, which
 // are made behind it.
-class RankMajorDispatch : public RankMajorReceiver {
-  using Format = WireRows;
+template <typename Format>
+class RankMajorDispatch : public RankMajorReceiver<Format> {
+  using Receiver = RankMajorReceiver<Format>;
   using Sender = RowSender<Format>;
+  using Receiver::args_, Receiver::call_, Receiver::group_, Receiver::params_, Receiver::plan_, Receiver::row_bytes_,
+      Receiver::staging_;
+  using Receiver::format, Receiver::is_in_place, Receiver::rank_in_order, Receiver::recv_row, Receiver::recv_row_at,
+      Receiver::row_of, Receiver::store_counts, Receiver::store_record, Receiver::store_route, Receiver::weight_of_route;
+
   struct Range {
     uint32_t begin, end;
   };
 
 public:
   __device__ RankMajorDispatch(const RankMajorParams& params, CallSession& call)
-      : RankMajorReceiver(params, call), tokens_(part_of(static_cast<uint32_t>(args_.num_tokens))) {}
+      : Receiver(params, call), tokens_(part_of(static_cast<uint32_t>(args_.num_tokens))) {}
 
   // Returns whether the blocks send each other's tokens: when senders have more than two each.
   __device__ bool shares_tokens() const {
@@ -95,7 +101,7 @@ public:
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
   // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) const {
-    Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()));
+    Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()), format());
     const bool shares = shares_tokens();
     const int64_t end = shares ? args_.num_tokens : tokens_.end;
     int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
@@ -217,31 +223,35 @@ private:
   __device__ void send_row(TmaRowPipeline& pipeline, Sender& sender, uint32_t token, int rank, int32_t slot) const {
     RowPlaces to;
     std::byte* kept = nullptr; // this rank's own place, where it gets something else than what travels
+    int64_t kept_row = -1;
     if (slot >= 0) {
       const bool is_own = rank == call_.rank();
       const int32_t number = row_of(call_.rank(), slot);
       const int64_t row = recv_row(call_.rank(), number);
       if (is_own)
-        to = {args_.recv_tokens + row * row_bytes_, args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
+        to = {recv_row_at(row), args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
       else
         to = {staging_.row(rank, slot), staging_.sidecar(rank, slot), staging_.ready_flag(rank, call_.rank(), number)};
       if (!is_own && is_in_place(rank)) to.row = registered_rows(group_, call_, rank) + row * row_bytes_;
       if (!Format::kIsReceiveFormat && is_own) {
         kept = to.row;
+        kept_row = row;
         to.row = nullptr;
       }
     }
     const SentRows from{args_.tokens, row_bytes_, args_.sidecar, args_.sidecar_bytes};
     sender.send(from, token, to);
-    if constexpr (!Format::kIsReceiveFormat) Format::begin_keep(pipeline, from.rows + token * row_bytes_, row_bytes_, kept);
+    if constexpr (!Format::kIsReceiveFormat)
+      format().begin_keep(pipeline, from.rows + token * row_bytes_, row_bytes_, token, kept_row, kept);
   }
 
   Range tokens_; // the block's part
 };
 
+template <typename Format>
 __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {
   CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
-  RankMajorDispatch dispatch(params, call);
+  RankMajorDispatch<Format> dispatch(params, call);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.begin()) return;
   dispatch.assign_rows();
@@ -276,10 +286,11 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (warp.role == WarpRole::receive) dispatch.receive(pipeline, warp);
 }
 
+template <typename Format>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
-  dispatch_rank_major(params);
+  dispatch_rank_major<Format>(params);
   leave(params.group);
 }
 
@@ -287,7 +298,8 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 
 std::vector<const void*> rank_major_kernels() {
   std::vector<const void*> kernels = ll_rank_major_kernels();
-  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<PlainRows>));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<QuantisedRows>));
   return kernels;
 }
 
@@ -299,7 +311,9 @@ cudaError_t launch_dispatch_rank_major(const Launcher& launcher, const DispatchR
   const RankMajorParams params{make_movement_params(launcher.group, role_counts, call, descriptor), call,
                                ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
   if (takes_ll_path(launcher.group, call)) return launch_ll_dispatch_rank_major(params, grid, launcher.stream);
-  return launch_cooperative(&rank_major_kernel, grid, launcher.stream, params);
+  if (call.format.is_quantised())
+    return launch_cooperative(&rank_major_kernel<QuantisedRows>, grid, launcher.stream, params);
+  return launch_cooperative(&rank_major_kernel<PlainRows>, grid, launcher.stream, params);
 }
 
 } // namespace epx::cuda

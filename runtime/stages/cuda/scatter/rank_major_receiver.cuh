@@ -3,13 +3,14 @@
 // the outputs, and the plan into the handle memory.
 #pragma once
 
-#include "runtime/stages/cuda/rows/rows.cuh"
+#include "runtime/stages/cuda/rows/row_format.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 #include "runtime/stages/cuda/scatter/rank_major_counts.cuh"
 
 namespace epx::cuda {
 
 // Behind the entry barrier; each warp has one.
+template <typename Format>
 class RankMajorReceiver : public RankMajorRowCounts {
 public:
   using RankMajorRowCounts::RankMajorRowCounts;
@@ -25,6 +26,19 @@ public:
     for (int64_t tile = warp.index >= 0 ? warp.index : next_tile(); tile < batches.count; tile = next_tile())
       if (!receive_batch(pipeline, batches.first_row(tile), batches.first_row(tile + 1))) break;
     pipeline.finish();
+  }
+
+protected:
+  __device__ Format format() const {
+    return Format(args_);
+  }
+  __device__ std::byte* recv_row_at(int64_t row) const {
+    return args_.recv_tokens +
+           row * (Format::kIsReceiveFormat ? row_bytes_ : epx::row_bytes(args_.recv_dtype, args_.hidden));
+  }
+  // Returns whether a rank's rows are stored in place.
+  __device__ bool is_in_place(int rank) const {
+    return Format::kIsReceiveFormat && has_registered_rows(call_, rank);
   }
 
 private:
@@ -71,8 +85,8 @@ private:
         const int32_t slot = slot_of(source, row);
         const int64_t to = recv_row(source, row);
         if (copies_rows)
-          WireRows::begin_receive(pipeline, staging_.row(rank, slot), row_bytes_,
-                                  lane() == 0 ? args_.recv_tokens + to * row_bytes_ : nullptr);
+          format().begin_receive(pipeline, staging_.row(rank, slot), row_bytes_, to,
+                                 lane() == 0 ? recv_row_at(to) : nullptr);
         if (args_.sidecar_bytes > 0)
           copy_row_to_destinations(staging_.sidecar(rank, slot), args_.sidecar_bytes,
                                    lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
@@ -93,7 +107,8 @@ private:
   }
   __device__ void scribble(int32_t slot) const {
     const int rank = call_.rank();
-    scribble_row(staging_.row(rank, slot), row_bytes_);
+    scribble_row(staging_.row(rank, slot),
+                 Format::kIsReceiveFormat ? row_bytes_ : WireRow(args_.format, args_.hidden).bytes);
     scribble_row(staging_.sidecar(rank, slot), args_.sidecar_bytes);
     scribble_row(reinterpret_cast<std::byte*>(staging_.routes(rank, slot, args_.top_k)),
                  args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));

@@ -50,6 +50,9 @@ struct CombineBwd {
   __device__ static const float* input_weights() { return nullptr; }
   __device__ static const std::byte* input_sidecar() { return nullptr; }
   static constexpr int64_t sidecar_bytes() { return 0; }
+  __device__ static PlainRows format() { return {}; }
+  __device__ int64_t recv_row_bytes() const { return row_bytes; }
+  __device__ int64_t wire_row_bytes() const { return row_bytes; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   static constexpr bool clears_pads() { return true; }
   static constexpr bool kMixesPaths = false;
@@ -68,7 +71,7 @@ struct CombineBwd {
                                        slot != source_row.slot_in_place ? to : nullptr);
     }
   }
-  __device__ void clear_weight_and_sidecar(int32_t slot) const {
+  __device__ void clear_beside_rows(int32_t slot) const {
     if (kHasProducts && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
   }
 
@@ -101,7 +104,7 @@ private:
 };
 
 template <bool kUnaligned>
-__device__ void ll_scatter(const ScatterParams<Dispatch>& params, Movement& movement) {
+__device__ void ll_scatter(const ScatterParams<Dispatch<PlainRows>>& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
   const LlDispatch<kUnaligned> dispatch(params, movement, params.operation.call);
   if (dispatch.is_pad_warp()) {
@@ -114,7 +117,7 @@ __device__ void ll_scatter(const ScatterParams<Dispatch>& params, Movement& move
   movement.call().sent_by_warp(dispatch.num_copy_warps());
   dispatch.receive();
 }
-__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams<Dispatch>& params, Movement movement) {
+__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams<Dispatch<PlainRows>>& params, Movement movement) {
   ll_scatter<true>(params, movement);
 }
 
@@ -130,7 +133,7 @@ template <typename Operation>
 __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) {
   Movement movement = movement_of(params);
   if constexpr (!Operation::kMixesPaths) movement.post(); // the first half of the call has posted
-  if constexpr (std::is_same_v<Operation, Dispatch>) {
+  if constexpr (std::is_same_v<Operation, Dispatch<PlainRows>>) {
     if (movement.takes_ll_path()) {
       if (has_unaligned_rows(params.operation.call))
         ll_scatter_unaligned(params, movement);
@@ -152,7 +155,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
   warp = send_and_signal(scatter, movement.call(), params.role_counts, warp);
   if (warp.role == WarpRole::receive) {
     scatter.receive(warp);
-    if constexpr (Operation::kMixesPaths) receive_ll_peers(params, movement.call(), warp);
+    if constexpr (Operation::kMixesPaths && Operation::Format::kHasLlPath) receive_ll_peers(params, movement.call(), warp);
   }
 }
 
@@ -193,8 +196,10 @@ size_t movement_shared_bytes() {
   return kMovementWarps * TmaRowPipeline::kSharedBytes;
 }
 std::vector<const void*> scatter_kernels() {
-  return {reinterpret_cast<const void*>(&scatter_kernel<Dispatch>),
-          reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch>),
+  return {reinterpret_cast<const void*>(&scatter_kernel<Dispatch<PlainRows>>),
+          reinterpret_cast<const void*>(&scatter_kernel<Dispatch<QuantisedRows>>),
+          reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch<PlainRows>>),
+          reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch<QuantisedRows>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, false>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, true>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half, false>>),
@@ -204,11 +209,15 @@ std::vector<const void*> scatter_kernels() {
 }
 
 cudaError_t launch_dispatch(const Launcher& launcher, const DispatchCall& call) {
-  return launch(launcher, Dispatch{call, row_bytes(call.dtype, call.hidden)}, call.recv_tokens);
+  const int64_t bytes = row_bytes(call.dtype, call.hidden);
+  if (call.format.is_quantised()) return launch(launcher, Dispatch<QuantisedRows>{call, bytes}, call.recv_tokens);
+  return launch(launcher, Dispatch<PlainRows>{call, bytes}, call.recv_tokens);
 }
 
 cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& call) {
-  return launch(launcher, MixedDispatch{{call, row_bytes(call.dtype, call.hidden)}}, call.recv_tokens);
+  const int64_t bytes = row_bytes(call.dtype, call.hidden);
+  if (call.format.is_quantised()) return launch(launcher, MixedDispatch<QuantisedRows>{{call, bytes}}, call.recv_tokens);
+  return launch(launcher, MixedDispatch<PlainRows>{{call, bytes}}, call.recv_tokens);
 }
 
 cudaError_t launch_combine_bwd(const Launcher& launcher, const CombineBwdCall& call) {

@@ -18,18 +18,28 @@ namespace epx::cuda {
 
 // Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
+  int64_t token;
   const std::byte* row;
   const std::byte* sidecar;
   int32_t slot_in_place; // the slot that the row lies in already; -1: none
   bool is_own;           // it is the input of this rank
 };
 
+template <typename WireFormat>
 struct Dispatch {
-  using Format = WireRows;
+  using Format = WireFormat;
 
   DispatchCall call;
-  int64_t row_bytes;
+  int64_t row_bytes; // of tokens
 
+  __device__ Format format() const { return Format(call); }
+  // Of the receive rows, and of those in staging.
+  __device__ int64_t recv_row_bytes() const {
+    return Format::kIsReceiveFormat ? row_bytes : epx::row_bytes(call.recv_dtype, call.hidden);
+  }
+  __device__ int64_t wire_row_bytes() const {
+    return Format::kIsReceiveFormat ? row_bytes : WireRow(call.format, call.hidden).bytes;
+  }
   __device__ const std::byte* input_rows() const { return call.tokens; }
   __device__ const float* input_weights() const { return call.topk_weights; }
   __device__ const std::byte* input_sidecar() const { return call.sidecar; }
@@ -38,20 +48,22 @@ struct Dispatch {
   constexpr bool clears_pads() const { return call.clears_pads; }
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
     const bool is_slot = slot >= 0;
-    std::byte* const to = is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * row_bytes : nullptr;
+    std::byte* const to =
+        is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * recv_row_bytes() : nullptr;
     if (Format::kIsReceiveFormat || source_row.is_own)
-      Format::begin_keep(pipeline, source_row.row, row_bytes, to);
+      format().begin_keep(pipeline, source_row.row, row_bytes, source_row.token, slot, to);
     else
-      Format::begin_receive(pipeline, source_row.row, row_bytes, to);
+      format().begin_receive(pipeline, source_row.row, row_bytes, slot, to);
     if (call.sidecar_bytes > 0)
       copy_row_to_destinations(source_row.sidecar, call.sidecar_bytes,
                                is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
   static constexpr bool kMixesPaths = false;
-  // Zeros the weights and sidecars of the slots that the lanes pass; -1: none.
-  __device__ void clear_weight_and_sidecar(int32_t slot) const {
+  // Zeros what the slots that the lanes pass have beside their rows: weights, sidecars, scales; -1: none.
+  __device__ void clear_beside_rows(int32_t slot) const {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
+    format().clear_scales(slot);
     if (call.sidecar_bytes == 0) return;
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
       zero_row(call.recv_sidecar + from_lane(slot, lowest_bit(left)) * call.sidecar_bytes, call.sidecar_bytes);
@@ -60,7 +72,8 @@ struct Dispatch {
 
 // The dispatch of prepare_dispatch: each source has chosen its path by its own number of tokens (sends_ll_rows). Weights are
 // staged by token, since rows may leave before their slots are known.
-struct MixedDispatch : Dispatch {
+template <typename WireFormat>
+struct MixedDispatch : Dispatch<WireFormat> {
   static constexpr bool kMixesPaths = true;
 };
 
@@ -70,7 +83,7 @@ __device__ inline void clear_pads(const Operation& operation, const HandleReader
                                   int rank, TmaRowPipeline& pipeline, const WorkPartition& partition) {
   const auto max_pads = static_cast<uint32_t>(operation.call.alignment - 1); // of each zone
   const uint32_t pads = static_cast<uint32_t>(experts.num_local_experts(rank)) * max_pads;
-  const int64_t row_bytes = operation.row_bytes;
+  const int64_t row_bytes = operation.recv_row_bytes();
   std::byte* const rows = operation.rows();
   const bool by_tma = !is_unaligned(reinterpret_cast<uint64_t>(rows), row_bytes);
   if (by_tma) pipeline.make_zeros();
@@ -92,7 +105,7 @@ __device__ inline void clear_pads(const Operation& operation, const HandleReader
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
         zero_row(rows + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
-    operation.clear_weight_and_sidecar(slot);
+    operation.clear_beside_rows(slot);
   }
 }
 
@@ -112,7 +125,8 @@ class Scatter {
 public:
   __device__ Scatter(const ScatterParams<Operation>& params, const Movement& movement, TmaRowPipeline& pipeline)
       : group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
-        pipeline_(pipeline), sender_(pipeline, params.role_counts, lanes_of_peers(movement.call().num_ranks())),
+        pipeline_(pipeline),
+        sender_(pipeline, params.role_counts, lanes_of_peers(movement.call().num_ranks()), params.operation.format()),
         staging_(params.group) {}
 
   __device__ SignalWarp signal_warp() const { return sender_.signal_warp(); }
@@ -201,7 +215,7 @@ private:
     for (int32_t index = first; index < end; ++index) {
       const Movement::PeerToken from = token_at(index);
       if (from.token >= movement_.tokens_of(from.rank)) continue;
-      if constexpr (Operation::kMixesPaths)
+      if constexpr (Operation::kMixesPaths && Operation::Format::kHasLlPath)
         if (is_ll_peer(group_, call_, operation_.call.top_k, from.rank)) continue;
       const TokenSlots found = is_batch ? batch.slots_of(index - first, operation_.call.top_k, from.token)
                                         : movement_.slots_of(from.rank, from.token);
@@ -290,20 +304,20 @@ private:
   __device__ bool receive_token(int source, const TokenSlots& found, bool is_ready) const {
     const int64_t token = found.token;
     const int rank = call_.rank();
-    const int64_t row_bytes = operation_.row_bytes;
+    const int64_t row_bytes = operation_.recv_row_bytes();
     const WarpList<int32_t>& slots = found.slots;
     if (slots.size() == 0) return true;
     if (!movement_.sends_rows(source)) {
       for (int i = 0; i < slots.size(); ++i) {
         const int32_t slot = slots[i];
         zero_row(operation_.rows() + operation_.call.row_of_slot(slot) * row_bytes, row_bytes);
-        operation_.clear_weight_and_sidecar(lane() == 0 ? slot : -1);
+        operation_.clear_beside_rows(lane() == 0 ? slot : -1);
       }
       return true;
     }
     const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    SourceRow source_row{operation_.input_rows() + token * row_bytes, operation_.input_sidecar() + token * sidecar_bytes,
-                         -1, true};
+    SourceRow source_row{token, operation_.input_rows() + token * operation_.row_bytes,
+                         operation_.input_sidecar() + token * sidecar_bytes, -1, true};
     const int64_t staging = staging_.row_of(source, token, found.first_slot);
     if (source != rank) {
       if (!is_ready) {
@@ -314,7 +328,8 @@ private:
       }
       const int32_t first_live = slots[0];
       const bool in_place = is_in_place(source, rank);
-      source_row = {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
+      source_row = {token,
+                    in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
                              : staging_.row(rank, staging),
                     staging_.sidecar(rank, staging), in_place ? first_live : -1, false};
     }
@@ -333,7 +348,7 @@ private:
     }
     if (call_.scribbles_staging() && source != rank) {
       pipeline_.finish();
-      scribble_row(staging_.row(rank, staging), row_bytes);
+      scribble_row(staging_.row(rank, staging), operation_.wire_row_bytes());
       scribble_row(staging_.sidecar(rank, staging), sidecar_bytes);
     }
     return true;
@@ -350,7 +365,7 @@ private:
 
 // Each warp takes a chunk of a row at a time.
 template <bool kUnaligned>
-__device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch>& params, const Movement& movement,
+__device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch<PlainRows>>& params, const Movement& movement,
                                          const WorkPartition& partition) {
   const CallSession& call = movement.call();
   const DispatchCall& args = params.operation.call;
@@ -374,7 +389,7 @@ __device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch>& par
 }
 // It is not inlined, and gets copies: the chunks would take registers of the loop in Scatter::receive(), and whatever that loop
 // shares with a function by its address would lie in local memory, which each acquire empties out of the L1 cache.
-__device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<MixedDispatch>& params,
+__device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<MixedDispatch<PlainRows>>& params,
                                                           const CallSession call, const WorkPartition partition) {
   const Movement movement(params, call);
   if (has_unaligned_rows(params.operation.call))
@@ -383,7 +398,7 @@ __device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<Mi
     receive_ll_chunks<false>(params, movement, partition);
 }
 // Receives the tokens of those peers that have sent LL lines, if there are any. A warp that has joined has no part in it.
-__device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch>& params, const CallSession& call,
+__device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch<PlainRows>>& params, const CallSession& call,
                                         const WorkPartition& partition) {
   bool any = false;
 #pragma unroll 1

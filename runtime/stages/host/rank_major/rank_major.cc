@@ -21,6 +21,7 @@ namespace epx::host {
 namespace {
 
 // One dispatch_rank_major in progress.
+template <typename Format>
 class RankMajorDispatch {
 public:
   RankMajorDispatch(HostGroup& group, const DispatchRankMajorCall& call)
@@ -39,7 +40,7 @@ public:
     group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
     find_rows(group_, call_);
     read_counts();
-    const RowSender<WireRows> sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes});
+    RowSender<Format> sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes}, Format(call_));
     for (int64_t token = 0; token < call_.num_tokens; ++token)
       send_token(sender, token);
     group_.protocol.complete();
@@ -126,7 +127,7 @@ private:
   }
 
   // Stores the token, and which experts it goes to, on each rank that keeps it.
-  void send_token(const RowSender<WireRows>& sender, int64_t token) const {
+  void send_token(RowSender<Format>& sender, int64_t token) const {
     const Route* const routes = plan_.routes + token * call_.top_k;
     for (int first = 0; first < call_.top_k; ++first) {
       const auto [slot, rank, rank_ordinal] = routes[first];
@@ -147,10 +148,11 @@ private:
   void receive_rows(int source) {
     const int64_t first_slot = source * call_.slots_per_source;
     const int64_t rows = plan_.source_rows[source];
-    RowReceiver<WireRows> received(group_, call_);
+    const RowReceiver<Format> staged(group_, call_);
+    const ReceivedRows<Format> received(call_);
     for (int64_t slot = first_slot; slot < first_slot + rows; ++slot) {
       receive_routes(source, slot);
-      store_received(call_, slot, received.row(slot, slot), received.sidecar(slot));
+      received.store(slot, staged.row(slot, slot), staged.sidecar(slot));
     }
     for (int64_t slot = first_slot + rows; slot < first_slot + call_.slots_per_source; ++slot)
       write_record(slot, kPadRecord, 0);
@@ -222,7 +224,7 @@ private:
 } // namespace
 
 void dispatch_rank_major(HostGroup& group, const DispatchRankMajorCall& call) {
-  RankMajorDispatch(group, call).run();
+  with_row_format(call, [&]<typename Format>(std::type_identity<Format>) { RankMajorDispatch<Format>(group, call).run(); });
 }
 
 void send_rank_major_weights_home(const Movement& movement, const float* weights) {

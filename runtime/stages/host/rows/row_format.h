@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // A row format says what travels for a row of scatter. A format F has
-//   F(call)                   of one call; it may own memory
-//   F::kIsReceiveFormat       whether the row travels as the receive tensor has it, so that a sender may store it there
-//   encode(wire, row) const   writes what travels for a row [H], at most WindowLayout::row_stride bytes
-//   decode(wire)              returns the row [H] in the receive format, which is valid until the next decode
+//   F(call)                      of one call; it may own memory
+//   F::kIsReceiveFormat          whether the row travels as the receive tensor has it, so that a sender may store it there
+//   encode(wire, row, token)     writes what travels for the row [H] of a token, at most WindowLayout::row_stride bytes
+//   store(to, index, wire)       writes what has travelled into row `index` of the receive tensors, which is at `to`
+//   clear(to, index)             zeros that row
 // It has no virtual function, since it is called for each row.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include "base/dtypes.h"
+#include "runtime/stages/host/rows/float_environment.h"
+#include "runtime/stages/host/rows/rows.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::host {
@@ -22,14 +27,101 @@ public:
   explicit PlainRows(const MovementCall& call) : bytes_(static_cast<size_t>(epx::row_bytes(call.dtype, call.hidden))) {}
 
   static constexpr bool kIsReceiveFormat = true;
-  void encode(std::byte* wire, const std::byte* row) const { std::memcpy(wire, row, bytes_); }
-  const std::byte* decode(const std::byte* wire) const { return wire; }
+  void encode(std::byte* wire, const std::byte* row, int64_t) const { std::memcpy(wire, row, bytes_); }
+  void store(std::byte* to, int64_t, const std::byte* wire) const {
+    if (to != wire) std::memcpy(to, wire, bytes_); // a sender may have stored it there
+  }
+  void clear(std::byte* to, int64_t) const { std::memset(to, 0, bytes_); }
 
 private:
   size_t bytes_;
 };
 
-// Of dispatch, prepare_dispatch and dispatch_rank_major. Sidecars, and the gradients of combine_bwd, travel as they are.
-using WireRows = PlainRows;
+// A row of 8 or 4 bits with its scales: WireRow. It is quantised once for all ranks that it goes to.
+class QuantisedRows {
+public:
+  explicit QuantisedRows(const DispatchCall& call)
+      : call_(call), tensors_(call.format_tensors), wire_(call.format, call.hidden),
+        element_bytes_(call.format.element_bytes(call.hidden)), scale_bytes_(call.format.scale_bytes(call.hidden)),
+        recv_bytes_(epx::row_bytes(call.recv_dtype, call.hidden)), quantised_(static_cast<size_t>(wire_.bytes)) {}
+
+  static constexpr bool kIsReceiveFormat = false;
+  void encode(std::byte* wire, const std::byte* row, int64_t token) {
+    if (token != quantised_token_) quantise(row, token);
+    quantised_token_ = token;
+    std::memcpy(wire, quantised_.data(), quantised_.size());
+  }
+  void store(std::byte* to, int64_t index, const std::byte* wire) const {
+    float row_scale = 0.0f;
+    std::memcpy(&row_scale, wire + wire_.row_scale, call_.format.has_row_scale() ? sizeof(row_scale) : 0);
+    if (tensors_.recv_scales == nullptr) {
+      kernels_.dequantise(call_.format, call_.recv_dtype, wire, wire + wire_.scales, row_scale, call_.hidden, to);
+      return;
+    }
+    std::memcpy(to, wire, static_cast<size_t>(element_bytes_));
+    store_scales(index, wire + wire_.scales);
+    if (tensors_.recv_row_scales != nullptr) tensors_.recv_row_scales[index] = row_scale;
+  }
+  void clear(std::byte* to, int64_t index) const {
+    std::memset(to, 0, static_cast<size_t>(recv_bytes_));
+    if (tensors_.recv_scales != nullptr) store_scales(index, nullptr);
+    if (tensors_.recv_row_scales != nullptr) tensors_.recv_row_scales[index] = 0.0f;
+  }
+
+private:
+  void quantise(const std::byte* row, int64_t token) {
+    std::byte* const wire = quantised_.data();
+    float row_scale = 0.0f;
+    if (tensors_.scales != nullptr) {
+      std::memcpy(wire, row, static_cast<size_t>(element_bytes_));
+      std::memcpy(wire + wire_.scales, tensors_.scales + token * scale_bytes_, static_cast<size_t>(scale_bytes_));
+      if (tensors_.row_scales != nullptr) row_scale = tensors_.row_scales[token];
+    } else {
+      kernels_.quantise(call_.format, call_.dtype, row, call_.hidden, tensors_.encode_scale, wire, wire + wire_.scales,
+                        &row_scale);
+    }
+    if (call_.format.has_row_scale()) std::memcpy(wire + wire_.row_scale, &row_scale, sizeof(row_scale));
+  }
+
+  // Stores the scales of row `index`, zeros where `scales` is NULL, and the fill behind them.
+  void store_scales(int64_t index, const std::byte* scales) const {
+    const ScaleLayout& layout = tensors_.recv_layout;
+    if (layout.layout == EPX_SCALES_ROWS) {
+      std::byte* const to = tensors_.recv_scales + layout.offset(index, 0);
+      if (scales != nullptr)
+        std::memcpy(to, scales, static_cast<size_t>(scale_bytes_));
+      else
+        std::memset(to, 0, static_cast<size_t>(scale_bytes_));
+      return;
+    }
+    const auto bytes = static_cast<size_t>(layout.scale_bytes);
+    for (int64_t place = 0; place < layout.places(); ++place) {
+      std::byte* const to = tensors_.recv_scales + layout.offset(index, place);
+      if (scales != nullptr && place < layout.num_scales)
+        std::memcpy(to, scales + place * layout.scale_bytes, bytes);
+      else
+        std::memset(to, 0, bytes);
+    }
+  }
+
+  const DispatchCall& call_;
+  const FormatTensors& tensors_;
+  const rows::RowKernels& kernels_ = rows::row_kernels();
+  WireRow wire_;
+  int64_t element_bytes_, scale_bytes_, recv_bytes_; // of a row
+  std::vector<std::byte> quantised_;                 // what travels for quantised_token_
+  int64_t quantised_token_ = -1;
+};
+
+// Calls body(std::type_identity<F>{}) with the format F of a scatter.
+template <typename Body>
+void with_row_format(const MovementCall& call, const Body& body) {
+  if (!call.format.is_quantised()) {
+    body(std::type_identity<PlainRows>{});
+    return;
+  }
+  const DefaultFloatEnvironment environment;
+  body(std::type_identity<QuantisedRows>{});
+}
 
 } // namespace epx::host

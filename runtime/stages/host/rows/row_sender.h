@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "runtime/stages/host/movement.h"
 #include "runtime/stages/host/protocol/host_group.h"
@@ -33,18 +34,19 @@ template <typename Format>
 class RowSender {
 public:
   // find_rows() has been called. All arguments but `tokens` must outlive the sender.
-  RowSender(const HostGroup& group, const MovementCall& call, const TokenRows& tokens)
-      : group_(group), call_(call), staging_(group), tokens_(tokens), format_(call), bytes_(row_bytes(call)) {}
+  RowSender(const HostGroup& group, const MovementCall& call, const TokenRows& tokens, Format format)
+      : group_(group), call_(call), staging_(group), tokens_(tokens), format_(std::move(format)), bytes_(row_bytes(call)) {}
 
   // Stores the row of `token` at its slot on `rank`, if it goes there in place.
-  void store_in_place(int64_t token, int rank, int64_t slot) const {
+  void store_in_place(int64_t token, int rank, int64_t slot) {
     if (std::byte* const rows = rows_in_place<Format>(group_, rank); rows != nullptr)
-      format_.encode(rows + call_.row_of_slot(slot) * bytes_, row_of(token));
+      format_.encode(rows + call_.row_of_slot(slot) * bytes_, row_of(token), token);
   }
 
   // Stages what `rank` takes from there: the sidecar of `token`, and its row, if that does not go in place.
-  void stage(int64_t token, int rank, int64_t staging_row) const {
-    if (rows_in_place<Format>(group_, rank) == nullptr) format_.encode(staging_.row(rank, staging_row), row_of(token));
+  void stage(int64_t token, int rank, int64_t staging_row) {
+    if (rows_in_place<Format>(group_, rank) == nullptr)
+      format_.encode(staging_.row(rank, staging_row), row_of(token), token);
     if (tokens_.sidecar_bytes > 0)
       std::memcpy(staging_.sidecar(rank, staging_row), tokens_.sidecar + token * tokens_.sidecar_bytes,
                   static_cast<size_t>(tokens_.sidecar_bytes));
@@ -68,12 +70,11 @@ public:
   // find_rows() has been called. All arguments must outlive the receiver.
   RowReceiver(const HostGroup& group, const MovementCall& call)
       : call_(call), staging_(group), rank_(group.window.rank), in_place_(rows_in_place<Format>(group, rank_)),
-        format_(call), bytes_(row_bytes(call)) {}
+        bytes_(row_bytes(call)) {}
 
-  // Returns the row of a slot: the slot itself where the sender stored it in place. Valid until the next call.
-  const std::byte* row(int64_t slot, int64_t staging_row) {
-    return in_place_ != nullptr ? in_place_ + call_.row_of_slot(slot) * bytes_
-                                : format_.decode(staging_.row(rank_, staging_row));
+  // Returns what has travelled for a slot: the slot itself where the sender stored it in place.
+  const std::byte* row(int64_t slot, int64_t staging_row) const {
+    return in_place_ != nullptr ? in_place_ + call_.row_of_slot(slot) * bytes_ : staging_.row(rank_, staging_row);
   }
   const std::byte* sidecar(int64_t staging_row) const { return staging_.sidecar(rank_, staging_row); }
 
@@ -82,17 +83,35 @@ private:
   ScatterStaging staging_;
   int rank_;
   const std::byte* in_place_;
-  Format format_;
   int64_t bytes_;
 };
 
-// Copies a row of a dispatch, and its sidecar, into the receive tensors, unless the row is there.
-inline void store_received(const DispatchCall& call, int64_t slot, const std::byte* row, const std::byte* sidecar) {
-  const int64_t bytes = row_bytes(call);
-  const int64_t index = call.row_of_slot(slot);
-  if (std::byte* const to = call.recv_tokens + index * bytes; to != row) std::memcpy(to, row, static_cast<size_t>(bytes));
-  if (call.sidecar_bytes > 0)
-    std::memcpy(call.recv_sidecar + index * call.sidecar_bytes, sidecar, static_cast<size_t>(call.sidecar_bytes));
-}
+// The receive rows of a dispatch, with their sidecars.
+template <typename Format>
+class ReceivedRows {
+public:
+  // The call must outlive this.
+  explicit ReceivedRows(const DispatchCall& call)
+      : call_(call), format_(call), bytes_(epx::row_bytes(call.recv_dtype, call.hidden)) {}
+
+  // Stores what has travelled for a slot, and its sidecar.
+  void store(int64_t slot, const std::byte* wire, const std::byte* sidecar) const {
+    const int64_t index = call_.row_of_slot(slot);
+    format_.store(call_.recv_tokens + index * bytes_, index, wire);
+    if (call_.sidecar_bytes > 0) std::memcpy(sidecar_at(index), sidecar, static_cast<size_t>(call_.sidecar_bytes));
+  }
+  void clear(int64_t slot) const {
+    const int64_t index = call_.row_of_slot(slot);
+    format_.clear(call_.recv_tokens + index * bytes_, index);
+    if (call_.sidecar_bytes > 0) std::memset(sidecar_at(index), 0, static_cast<size_t>(call_.sidecar_bytes));
+  }
+
+private:
+  std::byte* sidecar_at(int64_t index) const { return call_.recv_sidecar + index * call_.sidecar_bytes; }
+
+  const DispatchCall& call_;
+  Format format_;
+  int64_t bytes_;
+};
 
 } // namespace epx::host

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "runtime/stages/host/host_stages.h"
 #include "runtime/stages/host/movement.h"
@@ -29,7 +30,7 @@ struct ReceivedRow {
 };
 
 template <typename Sender>
-void send_token(const Movement& movement, const Sender& sender, const float* weights, int64_t token) {
+void send_token(const Movement& movement, Sender& sender, const float* weights, int64_t token) {
   const MovementCall& call = movement.call;
   const GroupContext& context = movement.group.context;
   const ScatterStaging staging(movement.group);
@@ -55,8 +56,8 @@ void send_token(const Movement& movement, const Sender& sender, const float* wei
 }
 
 template <typename Format>
-void send_rows(const Movement& movement, const ScatterInput& input) {
-  const RowSender<Format> sender(movement.group, movement.call, input.tokens);
+void send_rows(const Movement& movement, const ScatterInput& input, Format format) {
+  RowSender<Format> sender(movement.group, movement.call, input.tokens, std::move(format));
   for (int64_t token = 0; token < movement.call.num_tokens; ++token)
     send_token(movement, sender, input.weights, token);
 }
@@ -68,7 +69,7 @@ void receive_rows(const Movement& movement, const Receiver& receiver) {
   const MovementCall& call = movement.call;
   const GroupContext& context = movement.group.context;
   const HandleReader& plan = movement.plan;
-  RowReceiver<typename Receiver::Format> rows(movement.group, call);
+  const RowReceiver<typename Receiver::Format> rows(movement.group, call);
   const float* const weights = ScatterStaging(movement.group).weights(context.rank);
   HandleLimits::Zone zone{};
   for (int index = 0; index < movement.num_zones(); ++index) {
@@ -99,28 +100,29 @@ template <typename Receiver>
 void scatter(HostGroup& group, const MovementCall& call, const ScatterInput& input, const CallDescriptor& descriptor,
              const Receiver& receiver) {
   const Movement movement = begin_movement(group, call, descriptor);
-  if (movement.takes_part) send_rows<typename Receiver::Format>(movement, input);
+  if (movement.takes_part) send_rows(movement, input, typename Receiver::Format(receiver.call));
   group.protocol.complete();
   if (movement.takes_part) receive_rows(movement, receiver);
 }
 
+template <typename WireFormat>
 struct DispatchReceiver {
-  using Format = WireRows;
+  using Format = WireFormat;
+
+  explicit DispatchReceiver(const DispatchCall& dispatch) : call(dispatch), rows(dispatch) {}
 
   const DispatchCall& call;
-  int64_t row_bytes;
+  ReceivedRows<Format> rows;
 
   bool clears_pads() const { return call.clears_pads; }
 
   void store(const ReceivedRow& received) const {
-    store_received(call, received.slot, received.row, received.sidecar);
+    rows.store(received.slot, received.row, received.sidecar);
     if (call.recv_weights != nullptr) call.recv_weights[received.slot] = received.weight;
   }
 
   void zero(int64_t slot) const {
-    std::memset(call.recv_tokens + slot * row_bytes, 0, static_cast<size_t>(row_bytes));
-    if (call.sidecar_bytes > 0)
-      std::memset(call.recv_sidecar + slot * call.sidecar_bytes, 0, static_cast<size_t>(call.sidecar_bytes));
+    rows.clear(slot);
     if (call.recv_weights != nullptr) call.recv_weights[slot] = 0.0f;
   }
 };
@@ -161,7 +163,9 @@ ScatterInput dispatch_input(const DispatchCall& call) {
 } // namespace
 
 void dispatch(HostGroup& group, const DispatchCall& call) {
-  scatter(group, call, dispatch_input(call), dispatch_descriptor(group, call), DispatchReceiver{call, row_bytes(call)});
+  with_row_format(call, [&]<typename Format>(std::type_identity<Format>) {
+    scatter(group, call, dispatch_input(call), dispatch_descriptor(group, call), DispatchReceiver<Format>(call));
+  });
 }
 
 // One call with one entry and one exit barrier: a rank knows its routes' slots once it has the counts of all ranks, so the rows
@@ -173,11 +177,13 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
   group.protocol.arrive(dispatch_descriptor(group, call.dispatch));
   steps.assign_slots();
   const Movement movement = movement_of_own_plan(group, call.dispatch);
-  send_rows<WireRows>(movement, dispatch_input(call.dispatch));
-  group.protocol.complete();
-  steps.deliver();
-  report_rows_beyond(movement);
-  receive_rows(movement, DispatchReceiver{call.dispatch, row_bytes(call.dispatch)});
+  with_row_format(call.dispatch, [&]<typename Format>(std::type_identity<Format>) {
+    send_rows(movement, dispatch_input(call.dispatch), Format(call.dispatch));
+    group.protocol.complete();
+    steps.deliver();
+    report_rows_beyond(movement);
+    receive_rows(movement, DispatchReceiver<Format>(call.dispatch));
+  });
 }
 
 void combine_bwd(HostGroup& group, const CombineBwdCall& call) {

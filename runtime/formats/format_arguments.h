@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a caller passes as an epx_row_format.
+#pragma once
+
+#include "epx/epx.h"
+#include "runtime/formats/row_format.h"
+
+namespace epx {
+
+// Returns the format of a scaling with its defaults. Throws when there is no such scaling; `function` is for the message.
+epx_row_format default_format(epx_scaling scaling, const char* function);
+
+// Returns the format that a caller passed, without its tensors: elements, floor and scaling fit each other, and so does the
+// dtype of the scales where a tensor of them is given. Throws INVALID_ARGUMENT.
+WireFormat check_format(const epx_row_format& format, const char* function);
+
+} // namespace epx

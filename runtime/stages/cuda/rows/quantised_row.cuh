@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warp quantises, dequantises and copies rows of 8 or 4 bits, as epx.h defines them (runtime/formats/). A lane has 16
+// neighbouring elements of each tile of 512, so that a block's elements are in one lane or in neighbouring ones, and the amax of a
+// block takes a few shuffles. Rows go from registers to memory: nothing is staged in shared memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__CUDA_ARCH__)
+#include <cuda_fp8.h>
+#endif
+
+#include "base/device/warp.cuh"
+#include "runtime/formats/elements.h"
+#include "runtime/formats/row_format.h"
+#include "runtime/formats/scale_layout.h"
+#include "runtime/formats/scaling.h"
+#include "runtime/stages/cuda/rows/fragments.cuh"
+#include "runtime/stages/cuda/rows/rows.cuh"
+
+namespace epx::cuda {
+
+constexpr int kLaneElements = 16;
+constexpr int kQuantisedTile = kLaneElements * kWarp; // elements
+
+// Where a lane's quantised row goes; row NULL: nowhere.
+struct QuantisedPlace {
+  std::byte* row = nullptr;
+  std::byte* scales = nullptr; // its first one, in the layout of the scales; NULL: the row is dequantised
+  float* row_scale = nullptr;  // NULL: it has none
+};
+
+// Where a quantised row comes from.
+struct QuantisedSource {
+  const std::byte* row;
+  const std::byte* scales; // [S]
+  float row_scale;
+};
+
+// A lane's elements of a tile. Loops over them are unrolled, since what is indexed at run time lies in local memory.
+template <typename T>
+struct LaneWords {
+  static constexpr int kWords = kLaneElements * static_cast<int>(sizeof(T)) / 4;
+  uint32_t words[kWords];
+
+  __device__ void unpack(float (&x)[kLaneElements]) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      unpack_word<T>(words[i], x + i * kElementsPerWord<T>);
+  }
+  __device__ void pack(const float (&x)[kLaneElements]) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
+  }
+  // kIsVector: the address of h is aligned to 16 bytes, and the row has all or none of the lane's elements. What it does not
+  // have is 0.
+  template <bool kIsVector>
+  __device__ void load(const T* row, int64_t h, int64_t hidden) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      words[i] = 0;
+    if constexpr (kIsVector) {
+      if (h >= hidden) return;
+#pragma unroll
+      for (int i = 0; i < kWords / 4; ++i)
+        memcpy(words + 4 * i, reinterpret_cast<const uint4*>(row + h) + i, sizeof(uint4));
+    } else {
+      T elements[kLaneElements];
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i)
+        elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
+      memcpy(words, elements, sizeof(words));
+    }
+  }
+  template <bool kIsVector>
+  __device__ void store(T* row, int64_t h, int64_t hidden) const {
+    if constexpr (kIsVector) {
+      if (h >= hidden) return;
+#pragma unroll
+      for (int i = 0; i < kWords / 4; ++i)
+        reinterpret_cast<uint4*>(row + h)[i] = uint4{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]};
+    } else {
+      T elements[kLaneElements];
+      memcpy(static_cast<void*>(elements), words, sizeof(words));
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i)
+        if (h + i < hidden) row[h + i] = elements[i];
+    }
+  }
+};
+
+// The codes of a lane's elements of a tile: 16 bytes, or 8 of E2M1.
+struct LaneCodes {
+  uint32_t words[4];
+
+  // kIsVector: as in LaneWords, with an address that is aligned to the codes of a lane.
+  template <bool kIsVector>
+  __device__ void load(const std::byte* row, int64_t h, int64_t hidden, int per_byte) {
+    const int64_t first = h / per_byte, bytes = (hidden + per_byte - 1) / per_byte;
+    words[0] = words[1] = words[2] = words[3] = 0;
+    if constexpr (kIsVector) {
+      if (h >= hidden) return;
+      if (per_byte == 1)
+        memcpy(words, reinterpret_cast<const uint4*>(row + first), sizeof(uint4));
+      else
+        memcpy(words, reinterpret_cast<const uint2*>(row + first), sizeof(uint2));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i)
+        if (i < kLaneElements / per_byte && first + i < bytes)
+          words[i / 4] |= static_cast<uint32_t>(row[first + i]) << (8 * (i % 4));
+    }
+  }
+  template <bool kIsVector>
+  __device__ void store(std::byte* row, int64_t h, int64_t hidden, int per_byte) const {
+    const int64_t first = h / per_byte, bytes = (hidden + per_byte - 1) / per_byte;
+    if constexpr (kIsVector) {
+      if (h >= hidden) return;
+      if (per_byte == 1)
+        *reinterpret_cast<uint4*>(row + first) = uint4{words[0], words[1], words[2], words[3]};
+      else
+        *reinterpret_cast<uint2*>(row + first) = uint2{words[0], words[1]};
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i)
+        if (i < kLaneElements / per_byte && first + i < bytes)
+          row[first + i] = static_cast<std::byte>(words[i / 4] >> (8 * (i % 4)));
+    }
+  }
+};
+
+// Element by element. It is not inlined, since the loops that quantise have to fit into the instruction cache.
+template <typename Type>
+__device__ __noinline__ uint32_t encode_four_by_one(float4 x) {
+  return formats::encode<Type>(x.x) | formats::encode<Type>(x.y) << 8 | formats::encode<Type>(x.z) << 16 |
+         formats::encode<Type>(x.w) << 24;
+}
+
+template <typename Type>
+__device__ inline uint32_t encode_four(const float* x, float multiplier, [[maybe_unused]] bool is_finite) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  if (is_finite) { // the instruction makes the largest number of an infinity
+    constexpr auto kType = std::is_same_v<Type, formats::E4M3> ? __NV_E4M3 : __NV_E5M2;
+    const uint32_t low = __nv_cvt_float2_to_fp8x2(float2{x[0] * multiplier, x[1] * multiplier}, __NV_SATFINITE, kType);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2(float2{x[2] * multiplier, x[3] * multiplier}, __NV_SATFINITE, kType);
+    return low | high << 16;
+  }
+#endif
+  return encode_four_by_one<Type>(float4{x[0] * multiplier, x[1] * multiplier, x[2] * multiplier, x[3] * multiplier});
+}
+
+// The numbers of the two codes in the low half of a word.
+template <typename Type>
+__device__ inline float2 decode_two(uint32_t codes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  constexpr auto kType = std::is_same_v<Type, formats::E4M3> ? __NV_E4M3 : __NV_E5M2;
+  return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), kType)));
+#else
+  return {formats::decode<Type>(codes & 0xff), formats::decode<Type>(codes >> 8 & 0xff)};
+#endif
+}
+
+__device__ inline uint32_t magnitude_if_finite(float x) {
+  const uint32_t magnitude = formats::bits_of(x) & formats::kMagnitudeBits;
+  return magnitude < formats::kInfinityBits ? magnitude : 0;
+}
+
+// Returns the codes of a lane's elements of a tile, and the stored scale of their block. All lanes call this.
+__device__ inline LaneCodes quantise_lane(const WireFormat& format, const float (&x)[kLaneElements], float encode_scale,
+                                          uint32_t& stored_scale) {
+  uint32_t amax = 0;
+  bool is_finite = true;
+#pragma unroll
+  for (float value : x) {
+    const uint32_t magnitude = formats::bits_of(value) & formats::kMagnitudeBits;
+    is_finite &= magnitude < formats::kInfinityBits;
+    amax = max(amax, magnitude < formats::kInfinityBits ? magnitude : 0);
+  }
+  for (int distance = 1; distance < format.block() / kLaneElements; distance *= 2)
+    amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
+  const formats::BlockScale scale =
+      formats::scale_block(format, formats::float_of(amax), is_finite, encode_scale); // a block of NV is in one lane
+  stored_scale = scale.stored;
+  LaneCodes codes{};
+  if (format.elements == EPX_FLOAT4_E2M1) {
+    if (scale.multiplier == 0.0f) return codes;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i)
+      codes.words[i / 8] |= formats::encode_saturating<formats::E2M1>(x[i] * scale.multiplier) << (4 * (i % 8));
+  } else if (format.elements == EPX_FLOAT8_E5M2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      codes.words[i] = encode_four<formats::E5M2>(x + 4 * i, scale.multiplier, is_finite);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      codes.words[i] = encode_four<formats::E4M3>(x + 4 * i, scale.multiplier, is_finite);
+  }
+  return codes;
+}
+
+// Returns what a lane's codes stand for.
+template <typename Type>
+__device__ inline void decode_lane(const LaneCodes& codes, float scale, float (&x)[kLaneElements]) {
+#pragma unroll
+  for (int i = 0; i < kLaneElements; i += 2) {
+    const float2 two = decode_two<Type>(codes.words[i / 4] >> (8 * (i % 4)) & 0xffff);
+    x[i] = two.x * scale;
+    x[i + 1] = two.y * scale;
+  }
+}
+__device__ inline void dequantise_lane(const WireFormat& format, const LaneCodes& codes, float scale,
+                                       float (&x)[kLaneElements]) {
+  if (format.elements == EPX_FLOAT8_E4M3) {
+    decode_lane<formats::E4M3>(codes, scale, x);
+  } else if (format.elements == EPX_FLOAT8_E5M2) {
+    decode_lane<formats::E5M2>(codes, scale, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i)
+      x[i] = formats::decode<formats::E2M1>(codes.words[i / 8] >> (4 * (i % 8))) * scale;
+  }
+}
+
+__device__ inline void store_scale(std::byte* to, int bytes, uint32_t stored) {
+  if (bytes == 4)
+    *reinterpret_cast<uint32_t*>(to) = stored;
+  else
+    *to = static_cast<std::byte>(stored);
+}
+__device__ inline uint32_t load_scale(const std::byte* from, int bytes) {
+  return bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : static_cast<uint32_t>(*from);
+}
+
+// Stores the fill behind the scales of the rows that the lanes pass.
+__device__ inline void store_scale_fill(const ScaleLayout& layout, unsigned lanes, std::byte* scales) {
+  for (int64_t place = layout.num_scales + lane(); place - lane() < layout.places();
+       place += kWarp) // the same in all lanes
+    for (unsigned left = lanes; left != 0; left &= left - 1)
+      if (std::byte* const to = from_lane(scales, lowest_bit(left)); place < layout.places())
+        to[layout.place_offset(place)] = std::byte{0};
+}
+
+// The base-2 logarithm of the elements that have a scale in common.
+__device__ inline int block_shift_of(const WireFormat& format) {
+  return __ffs(format.block()) - 1;
+}
+
+// Returns e of a row of NV: the caller's, or the row's own.
+template <bool kIsVector, typename T>
+__device__ inline float encode_scale_of(const T* row, int64_t hidden, const float* encode_scale) {
+  if (encode_scale != nullptr) return *encode_scale;
+  uint32_t amax = 0;
+#pragma unroll 1
+  for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
+    LaneWords<T> words;
+    words.template load<kIsVector>(row, tile + lane() * kLaneElements, hidden);
+    float x[kLaneElements];
+    words.unpack(x);
+#pragma unroll
+    for (float value : x)
+      amax = max(amax, magnitude_if_finite(value));
+  }
+  return formats::nv_encode_scale(formats::float_of(__reduce_max_sync(~0u, amax)));
+}
+
+// Quantises a row to the places of the lanes that `lanes` has. kIsVector: all addresses are aligned, and the row has all or none
+// of each lane's elements.
+template <typename T, bool kIsVector>
+__device__ __noinline__ void quantise_row(const WireFormat format, const T* row, int64_t hidden, const float* encode_scale,
+                                          const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
+  constexpr int kTiles = sizeof(T) == 2 && kIsVector ? 2 : 1; // whose loads are in flight at a time
+  const bool dequantises = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
+  const int per_byte = static_cast<int>(elements_per_byte(format.elements));
+  const float e = format.has_row_scale() ? encode_scale_of<kIsVector>(row, hidden, encode_scale) : 1.0f;
+  const float row_scale = formats::nv_row_scale(e);
+  const int block_shift = block_shift_of(format);
+  const int lanes_per_block = format.block() / kLaneElements;
+#pragma unroll 1
+  for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
+    LaneWords<T> words[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+      words[i].template load<kIsVector>(row, first + i * kQuantisedTile + lane() * kLaneElements, hidden);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int64_t h = first + i * kQuantisedTile + lane() * kLaneElements;
+      if (h - lane() * kLaneElements >= hidden) break; // the same in all lanes
+      float x[kLaneElements];
+      words[i].unpack(x);
+      uint32_t stored = 0;
+      const LaneCodes codes = quantise_lane(format, x, e, stored);
+      if (dequantises) {
+        dequantise_lane(format, codes, formats::scale_value(format.scales, stored, row_scale), x);
+        words[i].pack(x);
+      }
+      // What follows is done for each place, so all that does not depend on the place is done here.
+      const bool stores_scale = !dequantises && lane() % lanes_per_block == 0 && h < hidden;
+      const int64_t scale_offset = layout.place_offset(h >> block_shift);
+#pragma unroll 1
+      for (unsigned left = lanes; left != 0; left &= left - 1) {
+        std::byte* const to = from_lane(own.row, lowest_bit(left));
+        std::byte* const scales = from_lane(own.scales, lowest_bit(left));
+        if (dequantises)
+          words[i].template store<kIsVector>(reinterpret_cast<T*>(to), h, hidden);
+        else
+          codes.store<kIsVector>(to, h, hidden, per_byte);
+        if (stores_scale) store_scale(scales + scale_offset, layout.scale_bytes, stored);
+      }
+    }
+  }
+  if (dequantises) return;
+  store_scale_fill(layout, lanes, own.scales);
+  if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = row_scale;
+}
+
+// Quantises a row to the places of the lanes. Where those have no scales, the row is dequantised again, to what a peer would make
+// of it. All lanes call this.
+template <typename T>
+__device__ inline void quantise_row_to_places(const WireFormat& format, const std::byte* from, int64_t hidden,
+                                              const float* encode_scale, const ScaleLayout& layout,
+                                              const QuantisedPlace& own) {
+  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const auto alignment =
+      own.scales == nullptr ? uint64_t{16} : static_cast<uint64_t>(16 / elements_per_byte(format.elements));
+  const bool is_aligned = hidden % kLaneElements == 0 && reinterpret_cast<uint64_t>(from) % sizeof(uint4) == 0 &&
+                          reinterpret_cast<uint64_t>(own.row) % alignment == 0;
+  const T* const row = reinterpret_cast<const T*>(from);
+  if (__all_sync(~0u, is_aligned ? 1 : 0) != 0)
+    quantise_row<T, true>(format, row, hidden, encode_scale, layout, own, lanes);
+  else
+    quantise_row<T, false>(format, row, hidden, encode_scale, layout, own, lanes);
+}
+
+template <typename T, bool kIsVector>
+__device__ __noinline__ void dequantise_row(const WireFormat format, const QuantisedSource from, int64_t hidden, T* own,
+                                            unsigned lanes) {
+  constexpr int kTiles = kIsVector ? 2 : 1; // whose loads are in flight at a time
+  const int per_byte = static_cast<int>(elements_per_byte(format.elements));
+  const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
+  const int block_shift = block_shift_of(format);
+#pragma unroll 1
+  for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
+    LaneCodes codes[kTiles];
+    uint32_t stored[kTiles];
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int64_t h = first + i * kQuantisedTile + lane() * kLaneElements;
+      codes[i].template load<kIsVector>(from.row, h, hidden, per_byte);
+      stored[i] = h < hidden ? load_scale(from.scales + (h >> block_shift) * scale_bytes, scale_bytes) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      const int64_t h = first + i * kQuantisedTile + lane() * kLaneElements;
+      float x[kLaneElements];
+      dequantise_lane(format, codes[i], formats::scale_value(format.scales, stored[i], from.row_scale), x);
+      LaneWords<T> words;
+      words.pack(x);
+#pragma unroll 1
+      for (unsigned left = lanes; left != 0; left &= left - 1)
+        words.template store<kIsVector>(from_lane(own, lowest_bit(left)), h, hidden);
+    }
+  }
+}
+
+// Dequantises a row, which lies in staging, to the places of the lanes. All lanes call this.
+template <typename T>
+__device__ inline void dequantise_row_to_places(const WireFormat& format, const QuantisedSource& from, int64_t hidden,
+                                                T* own) {
+  const unsigned lanes = __ballot_sync(~0u, own != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const bool is_aligned = hidden % kLaneElements == 0 && reinterpret_cast<uint64_t>(own) % sizeof(uint4) == 0;
+  if (__all_sync(~0u, is_aligned ? 1 : 0) != 0)
+    dequantise_row<T, true>(format, from, hidden, own, lanes);
+  else
+    dequantise_row<T, false>(format, from, hidden, own, lanes);
+}
+
+// Copies the scales of a row to the places of the lanes. All lanes call this.
+__device__ __noinline__ inline void copy_scales_to_places(const QuantisedSource from, const ScaleLayout layout,
+                                                          const QuantisedPlace own) {
+  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
+  for (int64_t place = lane(); place - lane() < layout.num_scales; place += kWarp) { // the same in all lanes
+    const bool has_scale = place < layout.num_scales;
+    const uint32_t stored = has_scale ? load_scale(from.scales + place * layout.scale_bytes, layout.scale_bytes) : 0;
+    const int64_t offset = layout.place_offset(place);
+    for (unsigned left = lanes; left != 0; left &= left - 1)
+      if (std::byte* const to = from_lane(own.scales, lowest_bit(left)); has_scale)
+        store_scale(to + offset, layout.scale_bytes, stored);
+  }
+  store_scale_fill(layout, lanes, own.scales);
+  if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = from.row_scale;
+}
+
+// Zeros the scales of the rows that the lanes pass; -1: none. All lanes call this.
+__device__ __noinline__ inline void clear_scales(std::byte* scales, float* row_scales, const ScaleLayout layout,
+                                                 int64_t row) {
+  for (unsigned left = __ballot_sync(~0u, row >= 0 ? 1 : 0); left != 0; left &= left - 1) {
+    const int64_t index = from_lane(row, lowest_bit(left));
+    for (int64_t place = lane(); place < layout.places(); place += kWarp)
+      store_scale(scales + layout.offset(index, place), layout.scale_bytes, 0);
+  }
+  if (row_scales != nullptr && row >= 0) row_scales[row] = 0.0f;
+}
+
+} // namespace epx::cuda
