@@ -155,6 +155,48 @@ TEST_CASE("ep_bench figures in closed form") {
   CHECK(dispatch_bwd.wire_rows == 15);
 }
 
+TEST_CASE("ep_bench figures of quantised rows count the bytes that travel and land") {
+  const Survey survey{.sets = {{.tokens = 20, .routes = 80, .remote_routes = 40, .pairs = 60, .remote_pairs = 30}}};
+  Measurements measurements(kNumOperations);
+  for (OperationSeries& series : measurements) {
+    series.call.assign(2, {{0, 8000}});
+    series.copy.assign(2, {{0, 4000}});
+  }
+  const auto figures_of = [&](std::vector<const char*> arguments) {
+    arguments.insert(arguments.end(), {"--hidden", "512", "--iters", "1", "--warmup", "0"}); // 1024 bytes in bf16
+    return compute_figures(measurements, {}, survey, options_of(arguments));
+  };
+  constexpr double kSeconds = 8e-6, kFp8 = 512 + 16; // a scale for each 32 elements
+  const Figures arrive = figures_of({"--row-format", "fp8-mx"});
+  CHECK(*arrive[1].row_bytes == RowBytes{1024, 528, 528});
+  CHECK(*arrive[1].logical_gbps == doctest::Approx(40 * kFp8 / kSeconds / 1e9));
+  CHECK(*arrive[1].wire_gbps == doctest::Approx(15 * kFp8 / kSeconds / 1e9));
+  CHECK(arrive[1].copy->gbps == doctest::Approx(80 * kFp8 / 4e-6 / 1e9));
+  CHECK(*arrive[2].logical_gbps == doctest::Approx(40 * 1024 / kSeconds / 1e9)); // combine
+  CHECK_FALSE(arrive[0].row_bytes);
+  const Figures travel = figures_of({"--wire-format", "fp8-mx"});
+  CHECK(*travel[1].logical_gbps == doctest::Approx(40 * 1024 / kSeconds / 1e9));
+  CHECK(*travel[1].wire_gbps == doctest::Approx(15 * kFp8 / kSeconds / 1e9));
+
+  Results results = sample_results();
+  CHECK(to_json(results)["config"]["row_format"].is_null());
+  CHECK(to_json(results)["config"]["quantised_input"].is_null());
+  CHECK_FALSE(contains(to_table(results), "rows of dispatch in"));
+  results.options.row_format = NamedFormat::Fp8Mx;
+  results.options.scale_layout = EPX_SCALES_PACKED;
+  results.figures[1] = arrive[1];
+  const nlohmann::json json = to_json(results);
+  CHECK(json["config"]["row_format"] == "fp8-mx");
+  CHECK(json["config"]["quantised_input"] == false);
+  CHECK(json["config"]["scale_layout"] == "packed");
+  CHECK(json["config"]["wire_format"].is_null());
+  CHECK(json["operations"]["dispatch"]["row_bytes"]["wire"] == 528);
+  CHECK(json["operations"]["prepare"]["row_bytes"].is_null());
+  CHECK_MESSAGE(contains(to_table(results), "fp8-mx, quantised in the call, scales in packed; a row has 1000 bytes in the "
+                                            "input, 516 on the wire, 516 where it is received"),
+                to_table(results));
+}
+
 TEST_CASE("ep_bench report: table and JSON say the same, and a dash or null where nothing was measured") {
   Results results = sample_results();
   CHECK(passed(results));

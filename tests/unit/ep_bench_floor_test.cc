@@ -26,9 +26,14 @@ const Line& line_named(const char* name) {
   return kLines[0];
 }
 
-void check_rows(const LocalRows& rows, int64_t reads, int64_t writes) {
-  CHECK(rows.reads == reads);
-  CHECK(rows.writes == writes);
+void check_bytes(const LocalBytes& bytes, int64_t reads, int64_t writes) {
+  CHECK(bytes.reads == reads);
+  CHECK(bytes.writes == writes);
+}
+
+// All rows have one byte.
+LocalBytes local_rows(const RoutingOfAll& routing, int rank, const Line& line, bool exact) {
+  return local_bytes(routing, rank, line, exact, {1, 1, 1});
 }
 
 TEST_CASE("ep_bench floor: counted by hand") {
@@ -56,32 +61,52 @@ TEST_CASE("ep_bench floor: counted by hand") {
 
   // Rank 0: experts 0 and 1 have 4 slots each; arrived are rank 1's token 0 (twice) and rank 2's 0 and 1 (twice); sent is
   // its token 1 to rank 1.
-  check_rows(local_rows(routing, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
-  check_rows(local_rows(routing, 0, line_named("combine_bwd"), false), 2 + 3 + 8, 3 + 8);
-  check_rows(local_rows(routing, 0, line_named("combine_bwd-nograd"), false), 2 + 3, 3 + 8);
-  check_rows(local_rows(routing, 0, line_named("combine"), false), 8 + 1, 1 + 2);
+  check_bytes(local_rows(routing, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
+  check_bytes(local_rows(routing, 0, line_named("combine_bwd"), false), 2 + 3 + 8, 3 + 8);
+  check_bytes(local_rows(routing, 0, line_named("combine_bwd-nograd"), false), 2 + 3, 3 + 8);
+  check_bytes(local_rows(routing, 0, line_named("combine"), false), 8 + 1, 1 + 2);
   RoutingOfAll padded = routing;
   padded.alignment = 8;
-  check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 8 + 8);
+  check_bytes(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 8 + 8);
   padded.clears_pads = false;
-  check_rows(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
+  check_bytes(local_rows(padded, 0, line_named("dispatch"), false), 2 + 2, 4 + 4);
   // In the rank-major layout rank 0 keeps its own two tokens and the three that arrived, once each.
   RoutingOfAll rank_major = routing;
   rank_major.alignment = 1;
   rank_major.layout = Layout::RankMajor;
-  check_rows(local_rows(rank_major, 0, kRankMajorLines[0], false), 2, 5);         // dispatch
-  check_rows(local_rows(rank_major, 0, kRankMajorLines[1], false), 5 + 1, 1 + 2); // combine
-  check_rows(local_rows(rank_major, 0, kRankMajorLines[2], false), 2, 5);         // combine_bwd
-  check_rows(local_rows(rank_major, 0, kRankMajorLines[3], false), 5 + 1, 1 + 2); // dispatch_bwd
-  check_rows(local_rows(rank_major, 0, kRankMajorLines[4], false), 0, 0);
+  check_bytes(local_rows(rank_major, 0, kRankMajorLines[0], false), 2, 5);         // dispatch
+  check_bytes(local_rows(rank_major, 0, kRankMajorLines[1], false), 5 + 1, 1 + 2); // combine
+  check_bytes(local_rows(rank_major, 0, kRankMajorLines[2], false), 2, 5);         // combine_bwd
+  check_bytes(local_rows(rank_major, 0, kRankMajorLines[3], false), 5 + 1, 1 + 2); // dispatch_bwd
+  check_bytes(local_rows(rank_major, 0, kRankMajorLines[4], false), 0, 0);
   // Rank 1: 4 slots, of which its own token 1 has two; arrived are one row each of ranks 0 and 2.
-  check_rows(local_rows(routing, 1, line_named("dispatch"), false), 2, 4);
+  check_bytes(local_rows(routing, 1, line_named("dispatch"), false), 2, 4);
   // Rank 2 sends 3 pairs, 4 routes.
-  check_rows(local_rows(routing, 2, line_named("dispatch_bwd"), false), 3, 3 + 2);
-  check_rows(local_rows(routing, 2, line_named("dispatch_bwd"), true), 4, 4 + 2);
-  check_rows(local_rows(routing, 0, line_named("prepare"), false), 0, 0);
-  check_rows(local_rows(routing, 0, line_named("prepare+dispatch+combine"), false), 0, 0);
-  check_rows(local_rows(routing, 0, line_named("prepare_dispatch+combine"), false), 0, 0);
+  check_bytes(local_rows(routing, 2, line_named("dispatch_bwd"), false), 3, 3 + 2);
+  check_bytes(local_rows(routing, 2, line_named("dispatch_bwd"), true), 4, 4 + 2);
+  check_bytes(local_rows(routing, 0, line_named("prepare"), false), 0, 0);
+  check_bytes(local_rows(routing, 0, line_named("prepare+dispatch+combine"), false), 0, 0);
+  check_bytes(local_rows(routing, 0, line_named("prepare_dispatch+combine"), false), 0, 0);
+}
+
+TEST_CASE("ep_bench floor: bytes of rows that are quantised on the way") {
+  // The routing above: rank 0 has 2 tokens, 8 slots, and 3 rows that arrived, 2 of them for several slots.
+  RoutingOfAll routing{.topk_idx = {{0, 1, 2, 0}, {0, 1, 2, 2}, {0, 2, 1, 1}},
+                       .first_experts = {0, 2, 3},
+                       .num_experts = 3,
+                       .top_k = 2,
+                       .alignment = 8};
+  const Line &dispatch = line_named("dispatch"), &rank_major = kRankMajorLines[0];
+  const RowBytes in_the_call{1000, 600, 600}, before{600, 600, 600}, on_the_wire{1000, 600, 1000};
+  check_bytes(local_bytes(routing, 0, dispatch, false, in_the_call), 2 * 1000 + 2 * 600, 16 * 600);
+  check_bytes(local_bytes(routing, 0, dispatch, false, before), 2 * 600 + 2 * 600, 16 * 600);
+  check_bytes(local_bytes(routing, 0, dispatch, false, on_the_wire), 2 * 1000 + 3 * 600, 3 * 600 + 16 * 1000);
+  routing.clears_pads = false;
+  check_bytes(local_bytes(routing, 0, dispatch, false, in_the_call), 2 * 1000 + 2 * 600, 8 * 600);
+  check_bytes(local_bytes(routing, 0, dispatch, false, on_the_wire), 2 * 1000 + 3 * 600, 3 * 600 + 8 * 1000);
+  routing.layout = Layout::RankMajor;
+  check_bytes(local_bytes(routing, 0, rank_major, false, in_the_call), 2 * 1000, 5 * 600);
+  check_bytes(local_bytes(routing, 0, rank_major, false, on_the_wire), 2 * 1000 + 3 * 600, 3 * 600 + 5 * 1000);
 }
 
 RoutingOfAll random_routing(int num_ranks, int32_t tokens, double hot) {
@@ -200,11 +225,11 @@ TEST_CASE("ep_bench floor: local rows, route by route") {
           while (in_use % 3 != 0)
             ++in_use;
         }
-        check_rows(local_rows(routing, rank, line_named("dispatch"), false), 23 + several, in_use);
-        check_rows(local_rows(routing, rank, line_named("combine"), false), slots + sent, sent + 23);
-        check_rows(local_rows(routing, rank, line_named("dispatch_bwd"), true), slots + sent_routes, sent_routes + 23);
-        check_rows(local_rows(routing, rank, line_named("combine_bwd"), true), 23 + arrived + slots, arrived + in_use);
-        check_rows(local_rows(routing, rank, line_named("combine_bwd-nograd"), true), 23 + arrived, arrived + in_use);
+        check_bytes(local_rows(routing, rank, line_named("dispatch"), false), 23 + several, in_use);
+        check_bytes(local_rows(routing, rank, line_named("combine"), false), slots + sent, sent + 23);
+        check_bytes(local_rows(routing, rank, line_named("dispatch_bwd"), true), slots + sent_routes, sent_routes + 23);
+        check_bytes(local_rows(routing, rank, line_named("combine_bwd"), true), 23 + arrived + slots, arrived + in_use);
+        check_bytes(local_rows(routing, rank, line_named("combine_bwd-nograd"), true), 23 + arrived, arrived + in_use);
       }
     }
 }

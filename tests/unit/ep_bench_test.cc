@@ -17,6 +17,7 @@
 #include "tools/ep_bench/machines.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -84,6 +85,41 @@ TEST_CASE("ep_bench options: defaults and borders") {
     CHECK(std::get<Sweep>(parse_options(1, bare.data())).common().bootstrap_directory.empty());
   else
     CHECK(contains(refusal(bare), "--bootstrap"));
+}
+
+TEST_CASE("ep_bench options: row formats, and the bytes of their rows") {
+  const auto bytes_of = [](const std::string& line, epx_operation operation = EPX_OP_DISPATCH) {
+    return row_bytes_of(options_of_line("--hidden 7168 " + line), operation);
+  };
+  constexpr int64_t kWide = 14336;
+  CHECK(bytes_of("") == RowBytes{kWide, kWide, kWide});
+  CHECK(bytes_of("--row-format none --wire-format none") == RowBytes{kWide, kWide, kWide});
+  CHECK(bytes_of("--row-format fp8-mx", EPX_OP_COMBINE) == RowBytes{kWide, kWide, kWide});
+  constexpr int64_t kBlock128 = 7168 + 56 * 4, kPow2 = 7168 + 56, kMx = 7168 + 224, kNv = 3584 + 448 + 4;
+  CHECK(bytes_of("--row-format fp8-block128") == RowBytes{kWide, kBlock128, kBlock128});
+  CHECK(bytes_of("--row-format fp8-block128-pow2") == RowBytes{kWide, kBlock128, kBlock128});
+  CHECK(bytes_of("--row-format fp8-block128-pow2 --scale-layout packed") == RowBytes{kWide, kPow2, kPow2});
+  CHECK(bytes_of("--row-format fp8-block128-pow2 --scale-layout tiles --alignment 128") == RowBytes{kWide, kPow2, kPow2});
+  CHECK(bytes_of("--row-format fp8-mx --quantised-input") == RowBytes{kMx, kMx, kMx});
+  CHECK(bytes_of("--row-format fp4-nv --dtype fp32") == RowBytes{2 * kWide, kNv, kNv});
+  CHECK(bytes_of("--wire-format fp8-block128-pow2") == RowBytes{kWide, kPow2, kWide});
+  CHECK(bytes_of("--wire-format fp8-e5m2-mx --layout rank-major") == RowBytes{kWide, kMx, kWide});
+
+  const Options in_call = options_of_line("--row-format fp8-e5m2-mx --scale-layout columns");
+  CHECK(tokens_dtype(in_call) == EPX_BFLOAT16);
+  CHECK(recv_tokens_dtype(in_call) == EPX_FLOAT8_E5M2);
+  CHECK(row_format(in_call).scaling == EPX_SCALING_MX);
+  CHECK(row_format(in_call).dtype == EPX_FLOAT8_E5M2);
+  CHECK(recv_scales_bytes(in_call, 5) == 32 * 8); // 1024 elements; 5 rows rounded up to a multiple of 4
+  CHECK(row_format_text(in_call) == "fp8-e5m2-mx, quantised in the call, scales in columns");
+  const Options on_wire = options_of_line("--wire-format fp4-nv");
+  CHECK(recv_tokens_dtype(on_wire) == EPX_BFLOAT16);
+  CHECK(recv_scales_bytes(on_wire, 5) == 0);
+  CHECK(row_format_text(on_wire) == "fp4-nv on the wire alone");
+  const Options before = options_of_line("--row-format fp4-nv --quantised-input --scale-layout tiles --alignment 256");
+  CHECK(tokens_dtype(before) == EPX_FLOAT4_E2M1);
+  CHECK(recv_scales_bytes(before, 129) == 2 * 16 * 512);
+  CHECK(recv_scales_bytes(options_of_line("--row-format fp8-mx --scale-layout packed"), 5) == 8 * 8 * 4);
 }
 
 TEST_CASE("ep_bench options: of a repeated one the last counts") {
@@ -186,6 +222,20 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--routing", "text:"}, {"--routing", "text:"}},
       {{"--alignment", "-2"}, {"--alignment", "-2"}},
       {{"--pads", "dirty"}, {"--pads", "dirty", "untouched"}},
+      {{"--row-format", "fp8"}, {"--row-format", "fp8", "fp8-block128", "fp4-nv"}},
+      {{"--wire-format", "fp4"}, {"--wire-format", "fp4", "none", "fp8-e5m2-mx"}},
+      {{"--scale-layout", "swizzled"}, {"--scale-layout", "swizzled", "packed", "tiles"}},
+      {{"--row-format", "fp8-mx", "--wire-format", "fp4-nv"}, {"--row-format", "fp8-mx", "--wire-format", "fp4-nv"}},
+      {{"--quantised-input"}, {"--quantised-input", "--row-format is 'none'"}},
+      {{"--quantised-input", "--wire-format", "fp8-mx"}, {"--quantised-input", "belongs to --row-format"}},
+      {{"--scale-layout", "columns", "--wire-format", "fp8-mx"}, {"--scale-layout", "columns", "belongs to --row-format"}},
+      {{"--row-format", "fp4-nv", "--hidden", "33"}, {"fp4-nv", "--hidden is 33", "even"}},
+      {{"--row-format", "fp4-nv", "--scale-layout", "packed"}, {"fp4-nv", "packed", "E8M0"}},
+      {{"--row-format", "fp8-block128", "--scale-layout", "packed"}, {"fp8-block128", "packed", "E8M0"}},
+      {{"--row-format", "fp8-block128", "--scale-layout", "tiles", "--alignment", "128"}, {"tiles", "one byte"}},
+      {{"--row-format", "fp8-mx", "--scale-layout", "tiles"}, {"tiles", "--alignment is 0", "128"}},
+      {{"--row-format", "fp8-mx", "--scale-layout", "tiles", "--alignment", "64"}, {"tiles", "--alignment is 64", "128"}},
+      {{"--row-format", "fp8-mx", "--scale-layout", "tiles", "--layout", "rank-major"}, {"tiles", "rank-major"}},
       {{"--layout", "flat"}, {"--layout", "flat", "rank-major"}},
       {{"--max-rows", "8"}, {"--max-rows", "8", "expert-major"}},
       {{"--layout", "rank-major", "--max-rows", "-1"}, {"--max-rows", "-1"}},

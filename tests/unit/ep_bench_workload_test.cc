@@ -207,6 +207,13 @@ TEST_CASE("ep_bench memory: what a shape needs is reported before it is allocate
                            "--input-sets 3", "bytes of memory per rank", "each of 2 ranks"})
     CHECK_MESSAGE(contains(sentence, part), sentence, " | lacks ", part);
 
+  Options quantised = options; // rows of 32 + 4 bytes arrive
+  quantised.row_format = NamedFormat::Fp8Block128;
+  CHECK(memory_need(quantised, 2, 100).inputs == need.inputs);
+  CHECK(memory_need(quantised, 2, 100).tensors == need.tensors - 100 * (64 - 36));
+  quantised.has_quantised_input = true;
+  CHECK(memory_need(quantised, 2, 100).inputs == need.inputs - 3 * 10 * (64 - 36));
+
   CHECK(contains(refusal_of([] {
                    require_memory(options_of({"--hidden", "2147483647"}), 4, 0, available_memory(4));
                  }),
@@ -282,6 +289,27 @@ TEST_CASE("ep_bench workload: a function of seed, set and rank") {
   CHECK(tame<uint32_t>(fp32.tokens, 0x7fffffff, 0x3e000000, 0x40000000));
   const TokenInputs fp16 = Workload(options_of({"--dtype", "fp16"}), 1).token_inputs(0, 0);
   CHECK(tame<uint16_t>(fp16.tokens, 0x7fff, 0x3000, 0x4000));
+}
+
+TEST_CASE("ep_bench workload: rows that come quantised have bytes and scales") {
+  const Options options = options_of({"--tokens", "40", "--hidden", "34", "--row-format", "fp4-nv", "--quantised-input"});
+  const TokenInputs inputs = Workload(options, 4).token_inputs(1, 2);
+  CHECK(inputs.tokens.size() == 40 * 17);
+  CHECK(inputs.scales.size() == 40 * 3);
+  CHECK(inputs.row_scales.size() == 40);
+  CHECK(inputs.grad_out.size() == 40 * 68);
+  CHECK(inputs.tokens != Workload(options, 4).token_inputs(1, 3).tokens);
+  CHECK(inputs.scales != Workload(options, 4).token_inputs(1, 3).scales);
+  CHECK(inputs.scales == Workload(options, 4).token_inputs(1, 2).scales);
+  const TokenInputs fp8 =
+      Workload(options_of({"--tokens", "3", "--hidden", "130", "--row-format", "fp8-block128", "--quantised-input"}), 1)
+          .token_inputs(0, 0);
+  CHECK(fp8.tokens.size() == 3 * 130);
+  CHECK(fp8.scales.size() == 3 * 2 * 4);
+  CHECK(fp8.row_scales.empty());
+  // Rows that the call quantises are those of the same seed without a format.
+  CHECK(Workload(options_of({"--row-format", "fp8-mx"}), 1).token_inputs(0, 0).tokens ==
+        Workload(options_of({}), 1).token_inputs(0, 0).tokens);
 }
 
 TEST_CASE("ep_bench workload: the routing that the options name") {

@@ -31,9 +31,10 @@ CopyBaseline::CopyBaseline(std::span<const int64_t> row_counts, int64_t row_byte
 }
 
 void CopyBaseline::scatter(std::span<const std::byte> source, int64_t rows) {
-  if (source.empty()) return;
+  const auto source_bytes = static_cast<int64_t>(source.size()) / row_bytes_ * row_bytes_; // of whole rows
+  if (source_bytes == 0) return;
   const std::byte* from = source.data();
-  const std::byte* const end = source.data() + source.size();
+  const std::byte* const end = from + source_bytes;
   for (int64_t place : places_.at(rows)) {
     std::memcpy(target_.data() + place * row_bytes_, from, row_bytes_);
     from += row_bytes_;

@@ -16,7 +16,7 @@ public:
   CopyBaseline(std::span<const int64_t> row_counts, int64_t row_bytes, uint64_t seed);
 
   // Copies `rows` rows (one of the row_counts), taken from `source` in turn, to places in a random order that fill `rows`
-  // rows of a buffer, as dispatch and combine_bwd do. An empty source copies nothing.
+  // rows of a buffer, as dispatch and combine_bwd do. A source of less than a row copies nothing.
   void scatter(std::span<const std::byte> source, int64_t rows);
 
   // Copies `rows` rows, taken from random places of `source`, to the first `rows` rows of a buffer in turn, as combine and

@@ -49,7 +49,6 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
   const std::vector<double> times = slowest_us(series.call);
   const double num_ranks = static_cast<double>(series.call.size());
   const MeanRows rows = mean_rows(line.operation, survey, options, series.call.size());
-  const auto bytes = static_cast<double>(row_bytes(options));
 
   OperationFigures figures;
   figures.median_us = median(times);
@@ -61,17 +60,20 @@ OperationFigures figures_of(const Line& line, const OperationSeries& series, con
   figures.outliers = count_outliers(times);
   figures.converged = is_converged(times, options.noise.value_or(NoiseTarget{}).percent);
   if (!line.moves_rows()) return figures;
+  const RowBytes bytes = row_bytes_of(options, line.operation);
+  const auto received = static_cast<double>(bytes.received);
+  figures.row_bytes = bytes;
   figures.logical_rows = rows.logical;
   figures.wire_rows = rows.wire;
   figures.written_rows = rows.written;
   figures.rail = mean_rail_bytes(line, survey, options, static_cast<int>(series.call.size()));
-  figures.logical_gbps = gbps(rows.logical * bytes, figures.median_us);
-  figures.wire_gbps = gbps(rows.wire * bytes, figures.median_us);
+  figures.logical_gbps = gbps(rows.logical * received, figures.median_us);
+  figures.wire_gbps = gbps(rows.wire * static_cast<double>(bytes.wire), figures.median_us);
   if (!series.copy.empty() && rows.written > 0) {
     CopyFigures copy;
     copy.median_us = median(span_us(series.copy));
-    copy.gbps = gbps(rows.written * bytes * num_ranks, copy.median_us);
-    copy.ratio = gbps(rows.written * bytes * num_ranks, figures.median_us) / copy.gbps;
+    copy.gbps = gbps(rows.written * received * num_ranks, copy.median_us);
+    copy.ratio = gbps(rows.written * received * num_ranks, figures.median_us) / copy.gbps;
     figures.copy = copy;
   }
   return figures;

@@ -10,6 +10,7 @@
 
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/options.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/stats.h"
 #include "tools/ep_bench/workload/traffic.h"
 
@@ -54,6 +55,7 @@ struct OperationFigures {
   double logical_rows = 0;
   double wire_rows = 0;
   double written_rows = 0;
+  std::optional<RowBytes> row_bytes;
   std::optional<double> logical_gbps;       // per rank
   std::optional<double> wire_gbps;          // per rank
   std::optional<CopyFigures> copy;          // host transport, unless no row was written

@@ -2,9 +2,10 @@
 #include "tools/ep_bench/measure.h"
 
 #include <chrono>
-#include <optional>
+#include <map>
 
 #include "tools/ep_bench/copy_baseline.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -41,6 +42,11 @@ std::vector<std::vector<int64_t>> copied_rows(const Survey& survey, const Option
   return rows;
 }
 
+// A memcpy writes what the operation does.
+int64_t copied_row_bytes(const Options& options, const Line& line) {
+  return row_bytes_of(options, line.operation).received;
+}
+
 // Copies `rows` rows of the operation's own input, scattered as the operation's are, by plain memcpy.
 void copy_like(epx_operation operation, CopyBaseline& baseline, const MeasuredGroup& measured, const InputSet& set,
                int64_t rows) {
@@ -72,18 +78,21 @@ std::vector<Series> gather_by_rank(const Series& mine, const Peers& peers) {
 Measurements measure(MeasuredGroup& measured, std::span<const InputSet> sets, const Survey& survey, const Options& options,
                      const Peers& peers, Sampler& sampler) {
   const auto rows = copied_rows(survey, options, peers.num_ranks());
-  std::vector<int64_t> row_counts;
-  for (const auto& of_operation : rows)
-    row_counts.insert(row_counts.end(), of_operation.begin(), of_operation.end());
-  std::optional<CopyBaseline> baseline;
+  const std::span<const Line> lines = operations_of(options.layout);
+  std::map<int64_t, CopyBaseline> baselines; // by bytes of a row
   std::vector<TokenTensors> tensors;
   peers.together([&] {
-    baseline.emplace(row_counts, row_bytes(options), options.seed);
+    std::map<int64_t, std::vector<int64_t>> row_counts;
+    for (size_t op = 0; op < lines.size(); ++op) {
+      std::vector<int64_t>& counts = row_counts[copied_row_bytes(options, lines[op])];
+      counts.insert(counts.end(), rows[op].begin(), rows[op].end());
+    }
+    for (const auto& [bytes, counts] : row_counts)
+      baselines.emplace(bytes, CopyBaseline(counts, bytes, options.seed));
     for (const InputSet& set : sets)
       tensors.push_back(measured.tensors_of(set.by_token));
   });
 
-  const std::span<const Line> lines = operations_of(options.layout);
   std::vector<Series> calls(lines.size()), copies(lines.size());
   Failure failure; // the last call's; the next barrier carries it to the other ranks
   while (sampler.next()) {
@@ -93,7 +102,8 @@ Measurements measure(MeasuredGroup& measured, std::span<const InputSet> sets, co
       const bool keep = sampler.is_timed();
       if (lines[op].moves_rows()) {
         peers.start_together(failure);
-        const Timing timing = timed([&] { copy_like(lines[op].operation, *baseline, measured, sets[set], rows[op][set]); });
+        CopyBaseline& baseline = baselines.at(copied_row_bytes(options, lines[op]));
+        const Timing timing = timed([&] { copy_like(lines[op].operation, baseline, measured, sets[set], rows[op][set]); });
         if (keep) copies[op].push_back(timing);
       }
       peers.start_together(failure);

@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 
+#include "base/dtypes.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/interrupt.h"
 
@@ -78,7 +79,10 @@ void MeasuredGroup::allocate_rows(int64_t rows) {
   };
   rows_ = rows;
   const int64_t weights = rows * (options_.is_rank_major() ? options_.top_k : 1);
-  by_row_.recv_tokens = allocate(rows * row_bytes(options_));
+  by_row_.recv_tokens = allocate(rows * epx::row_bytes(recv_tokens_dtype(options_), options_.hidden));
+  if (options_.row_format != NamedFormat::None) by_row_.recv_scales = allocate(recv_scales_bytes(options_, rows));
+  if (options_.row_format != NamedFormat::None && quantised_row(options_).has_row_scale())
+    by_row_.recv_row_scales = allocate(rows * sizeof(float));
   by_row_.recv_weights = allocate(weights * sizeof(float));
   by_row_.grad_expert_out = allocate(rows * row_bytes(options_));
   if (options_.is_rank_major()) {
@@ -96,7 +100,9 @@ TokenTensors MeasuredGroup::tensors_of(const TokenInputs& inputs) const {
   return {.topk_idx = Buffer::input(memory_, bytes_of(inputs.topk_idx)),
           .topk_weights = Buffer::input(memory_, bytes_of(inputs.topk_weights)),
           .tokens = Buffer::input(memory_, bytes_of(inputs.tokens)),
-          .grad_out = Buffer::input(memory_, bytes_of(inputs.grad_out))};
+          .grad_out = Buffer::input(memory_, bytes_of(inputs.grad_out)),
+          .scales = Buffer::input(memory_, bytes_of(inputs.scales)),
+          .row_scales = Buffer::input(memory_, bytes_of(inputs.row_scales))};
 }
 
 void MeasuredGroup::load(const RowInputs& inputs) {
@@ -109,8 +115,22 @@ void MeasuredGroup::load_recv_weights(const std::vector<float>& recv_weights) {
   by_row_.recv_weights.write(recv_weights);
 }
 
-Tensor MeasuredGroup::rows_tensor(const Buffer& buffer, int64_t rows) const {
-  return {buffer.data(), options_.dtype, {rows, options_.hidden}};
+Tensor MeasuredGroup::rows_tensor(const Buffer& buffer, epx_dtype dtype, int64_t rows) const {
+  return {buffer.data(), dtype, {rows, options_.hidden}};
+}
+
+RowFormat MeasuredGroup::format_of(const TokenTensors& inputs) const {
+  RowFormat format = row_format(options_);
+  if (options_.row_format == NamedFormat::None) return format;
+  const QuantisedRow row = quantised_row(options_);
+  if (options_.has_quantised_input)
+    format.scales = {inputs.scales.data(), row.scales, {options_.tokens, format.num_scales(options_.hidden)}};
+  format.recv_scales = {by_row_.recv_scales.data(), options_.scale_layout == EPX_SCALES_PACKED ? EPX_INT32 : row.scales,
+                        format.recv_scales_shape(rows_, options_.hidden)};
+  if (!row.has_row_scale()) return format;
+  if (options_.has_quantised_input) format.row_scales = {inputs.row_scales.data(), EPX_FLOAT32, options_.tokens};
+  format.recv_row_scales = floats(by_row_.recv_row_scales);
+  return format;
 }
 
 Tensor MeasuredGroup::by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const {
@@ -142,11 +162,12 @@ void MeasuredGroup::run_prepare(const TokenTensors& inputs, bool every_output) {
 void MeasuredGroup::run_prepare_dispatch(const TokenTensors& inputs, bool every_output) {
   PrepareDispatchArgs args;
   pass_plan_tensors(inputs, every_output, args);
-  args.tokens = rows_tensor(inputs.tokens, options_.tokens);
+  args.tokens = rows_tensor(inputs.tokens, tokens_dtype(options_), options_.tokens);
   args.topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}};
-  args.recv_tokens = rows_tensor(by_row_.recv_tokens, rows_);
+  args.recv_tokens = rows_tensor(by_row_.recv_tokens, recv_tokens_dtype(options_), rows_);
   args.recv_weights = floats(by_row_.recv_weights);
   args.pads = options_.pads;
+  args.format = format_of(inputs);
   group_.prepare_dispatch(args);
 }
 
@@ -166,11 +187,12 @@ void MeasuredGroup::dispatch(const TokenTensors& inputs) {
   group_.dispatch({.layer = layer_,
                    .handle_mem = handle_mem_.bytes(),
                    .stream = memory_.stream(),
-                   .tokens = rows_tensor(inputs.tokens, options_.tokens),
+                   .tokens = rows_tensor(inputs.tokens, tokens_dtype(options_), options_.tokens),
                    .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}},
-                   .recv_tokens = rows_tensor(by_row_.recv_tokens, rows_),
+                   .recv_tokens = rows_tensor(by_row_.recv_tokens, recv_tokens_dtype(options_), rows_),
                    .recv_weights = floats(by_row_.recv_weights),
-                   .pads = options_.pads});
+                   .pads = options_.pads,
+                   .format = format_of(inputs)});
 }
 
 void MeasuredGroup::combine() {
@@ -219,13 +241,14 @@ void MeasuredGroup::dispatch_rank_major(const TokenTensors& inputs) {
   group_.dispatch_rank_major({.layer = layer_,
                               .handle_mem = handle_mem_.bytes(),
                               .stream = memory_.stream(),
-                              .tokens = rows_tensor(inputs.tokens, options_.tokens),
+                              .tokens = rows_tensor(inputs.tokens, tokens_dtype(options_), options_.tokens),
                               .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
                               .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, routes},
-                              .recv_tokens = by_source(by_row_.recv_tokens, options_.dtype, options_.hidden),
+                              .recv_tokens = by_source(by_row_.recv_tokens, recv_tokens_dtype(options_), options_.hidden),
                               .recv_topk_idx = by_source(by_row_.recv_topk_idx, EPX_INT64, options_.top_k),
                               .recv_weights = by_source(by_row_.recv_weights, EPX_FLOAT32, options_.top_k),
-                              .counts = integers(by_row_.source_counts)});
+                              .counts = integers(by_row_.source_counts),
+                              .format = format_of(inputs)});
 }
 
 void MeasuredGroup::combine_rank_major() {
@@ -301,8 +324,8 @@ void MeasuredGroup::scribble() {
   for (const Buffer* buffer :
        {&prepared_.counts, &prepared_.offsets, &prepared_.global_counts, &prepared_.info, &prepared_.slot,
         &prepared_.slot_origin, &by_row_.recv_tokens, &by_row_.recv_weights, &by_row_.grad_expert_out,
-        &by_row_.grad_recv_weights, &by_row_.recv_topk_idx, &by_row_.source_counts, &by_token_.out, &by_token_.grad_tokens,
-        &by_token_.grad_topk_weights})
+        &by_row_.grad_recv_weights, &by_row_.recv_topk_idx, &by_row_.source_counts, &by_row_.recv_scales,
+        &by_row_.recv_row_scales, &by_token_.out, &by_token_.grad_tokens, &by_token_.grad_topk_weights})
     buffer->fill(kScribble);
 }
 

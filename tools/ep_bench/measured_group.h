@@ -10,6 +10,7 @@
 #include "tools/ep_bench/lines.h"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/workload/workload.h"
 
 namespace epx::bench {
@@ -32,6 +33,8 @@ struct TokenTensors {
   Buffer topk_weights; // [T, K] float
   Buffer tokens;       // [T, H]
   Buffer grad_out;     // [T, H]
+  Buffer scales;       // [T, S]; of rows that come quantised
+  Buffer row_scales;   // [T] float; of those that have them
 };
 
 // N = P * M in the rank-major layout.
@@ -42,6 +45,8 @@ struct RowOutputs {
   Buffer grad_recv_weights; // [N] float; expert-major
   Buffer recv_topk_idx;     // [N, K] int64; rank-major
   Buffer source_counts;     // [P] int64; rank-major
+  Buffer recv_scales;       // of quantised rows, in the layout of scales
+  Buffer recv_row_scales;   // [N] float; of those that have them
 };
 
 // ExpertRows stand for what the experts would have written: the inputs of combine, combine_bwd and dispatch_bwd.
@@ -126,7 +131,9 @@ private:
   void run_prepare(const TokenTensors& inputs, bool every_output);
   void run_prepare_dispatch(const TokenTensors& inputs, bool every_output);
   void run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients);
-  Tensor rows_tensor(const Buffer& buffer, int64_t rows) const;
+  Tensor rows_tensor(const Buffer& buffer, int64_t rows) const { return rows_tensor(buffer, options_.dtype, rows); }
+  Tensor rows_tensor(const Buffer& buffer, epx_dtype dtype, int64_t rows) const;
+  RowFormat format_of(const TokenTensors& inputs) const;                          // with its tensors
   Tensor by_source(const Buffer& buffer, epx_dtype dtype, int64_t columns) const; // [P, M, columns]
 
   Options options_;

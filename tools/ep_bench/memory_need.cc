@@ -11,6 +11,7 @@
 
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/measured_group.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -48,16 +49,19 @@ MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
   const epx_memory_plan plan = plan_of(options, num_ranks);
 
   constexpr double kWeightBytes = sizeof(float), kIndexBytes = sizeof(int64_t), kSlotBytes = sizeof(int32_t);
+  const RowBytes of_dispatch = row_bytes_of(options, EPX_OP_DISPATCH);
   const double row = static_cast<double>(row_bytes(options)), sets = options.num_input_sets();
   const double routes_of_token = options.top_k;
   const double weights_of_row = options.is_rank_major() ? routes_of_token : 1;
   const double row_sets = is_on_host ? sets : 1; // see measure_on_gpu()
   MemoryNeed need;
-  need.inputs = sets * options.tokens * (2 * row + routes_of_token * (kIndexBytes + kWeightBytes)) +
+  need.inputs = sets * options.tokens *
+                    (static_cast<double>(of_dispatch.input) + row + routes_of_token * (kIndexBytes + kWeightBytes)) +
                 row_sets * static_cast<double>(rows) * (2 * row + weights_of_row * kWeightBytes);
   if (!is_on_host) return need;
   need.tensors = options.tokens * (2 * row + routes_of_token * (kWeightBytes + kSlotBytes)) +
-                 static_cast<double>(rows) * (4 * row + weights_of_row * 3 * kWeightBytes) +
+                 static_cast<double>(rows) *
+                     (static_cast<double>(of_dispatch.received) + 3 * row + weights_of_row * 3 * kWeightBytes) +
                  static_cast<double>(plan.max_recv_tokens_per_rank) * 3 * kSlotBytes;
   need.group = static_cast<double>(plan.window_bytes) + static_cast<double>(plan.scratch_bytes) +
                static_cast<double>(plan.handle_mem_bytes);

@@ -33,6 +33,16 @@ constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisio
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
 constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
     {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
+constexpr std::array<std::pair<const char*, NamedFormat>, 6> kFormats{{{"none", NamedFormat::None},
+                                                                       {"fp8-block128", NamedFormat::Fp8Block128},
+                                                                       {"fp8-block128-pow2", NamedFormat::Fp8Block128Pow2},
+                                                                       {"fp8-mx", NamedFormat::Fp8Mx},
+                                                                       {"fp8-e5m2-mx", NamedFormat::Fp8E5m2Mx},
+                                                                       {"fp4-nv", NamedFormat::Fp4Nv}}};
+constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{{{"rows", EPX_SCALES_ROWS},
+                                                                                 {"columns", EPX_SCALES_COLUMNS},
+                                                                                 {"packed", EPX_SCALES_PACKED},
+                                                                                 {"tiles", EPX_SCALES_TILES}}};
 constexpr std::array<std::pair<const char*, Layout>, 2> kLayouts{
     {{"expert-major", Layout::ExpertMajor}, {"rank-major", Layout::RankMajor}}};
 
@@ -228,7 +238,8 @@ bool built_with_mpi() {
 std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
   std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero",
-              layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
+              row_format = "none", wire_format = "none", scale_layout = "rows", layout = "expert-major", seed = "1",
+              tokens = "512", num_comm_sms = "0";
   TokenRange token_range;
   NoiseTarget noise;
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
@@ -254,6 +265,17 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   add_number(app, "--experts", options.experts, "Experts of all ranks together, E");
   add_number(app, "--top-k", options.top_k, "Routes per token, K, 1..64");
   app.add_option("--dtype", dtype, "Element type of token rows: fp32 (4 bytes), fp16 or bf16 (2 bytes)");
+  app.add_option("--row-format", row_format,
+                 "Rows of dispatch arrive quantised, with their scales: fp8-block128, fp8-block128-pow2, fp8-mx, "
+                 "fp8-e5m2-mx or fp4-nv; "
+                 "the call quantises them; none: they travel in --dtype");
+  app.add_flag("--quantised-input", options.has_quantised_input,
+               "--row-format: the rows come quantised, and the call copies them");
+  app.add_option("--scale-layout", scale_layout,
+                 "--row-format: where the scales of received rows lie: rows, columns, packed (E8M0 alone) or tiles (scales "
+                 "of one byte, --alignment a multiple of 128)");
+  app.add_option("--wire-format", wire_format,
+                 "Rows of dispatch travel quantised, in a format as above, and arrive in --dtype; none: in --dtype");
   app.add_option(
       "--routing", routing,
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
@@ -366,6 +388,9 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
 
   options.transport = value_of<epx_transport>("--transport", transport, kTransports);
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
+  options.row_format = value_of<NamedFormat>("--row-format", row_format, kFormats);
+  options.wire_format = value_of<NamedFormat>("--wire-format", wire_format, kFormats);
+  options.scale_layout = value_of<epx_scale_layout>("--scale-layout", scale_layout, kScaleLayouts);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
   options.seed = parse_seed(seed);
@@ -409,6 +434,12 @@ std::string to_string(const RoutingSpec& routing) {
 
 const char* to_string(epx_dtype dtype) {
   return name_of<epx_dtype>(dtype, kDtypes);
+}
+const char* to_string(NamedFormat format) {
+  return name_of<NamedFormat>(format, kFormats);
+}
+const char* to_string(epx_scale_layout layout) {
+  return name_of<epx_scale_layout>(layout, kScaleLayouts);
 }
 const char* to_string(epx_transport transport) {
   return name_of<epx_transport>(transport, kTransports);

@@ -25,6 +25,9 @@ struct RoutingSpec {
 // The layout of the receive tensors (epx.h).
 enum class Layout { ExpertMajor, RankMajor };
 
+// The formats of quantised rows: element type, scaling, and its defaults (epx.h, "Row formats").
+enum class NamedFormat { None, Fp8Block128, Fp8Block128Pow2, Fp8Mx, Fp8E5m2Mx, Fp4Nv };
+
 // BlockOptions say what --block measures.
 struct BlockOptions {
   bool is_measured = false;
@@ -51,6 +54,10 @@ struct Options {
   int32_t experts = 32;
   int32_t top_k = 4;
   epx_dtype dtype = EPX_BFLOAT16;
+  NamedFormat row_format = NamedFormat::None;      // in which the rows of dispatch arrive
+  bool has_quantised_input = false;                // they come in it, too
+  NamedFormat wire_format = NamedFormat::None;     // in which they travel, and arrive in dtype
+  epx_scale_layout scale_layout = EPX_SCALES_ROWS; // of received scales
   RoutingSpec routing;
   Layout layout = Layout::ExpertMajor;
   int32_t max_rows = 0;          // M, rows of each source rank in the rank-major layout; 0: T
@@ -90,6 +97,7 @@ struct Options {
   int32_t num_ranks = kNotGiven;   // file bootstrap only
   std::string job_id = "ep_bench";
 
+  NamedFormat format() const { return row_format != NamedFormat::None ? row_format : wire_format; }
   bool is_rank_major() const { return layout == Layout::RankMajor; }
   int64_t rows_per_source() const { return max_rows > 0 ? max_rows : tokens > 0 ? tokens : 1; } // M
   // Returns the number of input sets; a verified run compares at least two.
@@ -118,12 +126,14 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
 // Returns the spelling of the command line.
 std::string to_string(const RoutingSpec& routing); // "zipf:1.2"
 const char* to_string(epx_dtype dtype);            // "bf16"
+const char* to_string(NamedFormat format);         // "fp8-mx"
+const char* to_string(epx_scale_layout layout);    // "columns"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
 const char* to_string(Layout layout);
 
-// Returns the bytes of a row of hidden elements.
+// Returns the bytes of a row of hidden elements of dtype. row_format.h has those of dispatch's rows.
 inline int64_t row_bytes(const Options& options) {
   return epx::row_bytes(options.dtype, options.hidden);
 }

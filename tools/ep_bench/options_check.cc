@@ -8,7 +8,9 @@
 
 #include <fmt/format.h>
 
+#include "base/dtypes.h"
 #include "tools/ep_bench/errors.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -74,6 +76,36 @@ void check_layout(const Options& options) {
   if (options.native) throw UsageError("--native is given and --layout is 'rank-major'; the native way is expert-major");
 }
 
+// What the library's own sentences do not tell in terms of options.
+void check_formats(const Options& options) {
+  const char* const option = options.wire_format == NamedFormat::None ? "--row-format" : "--wire-format";
+  const auto refuse = [&](const std::string& reason) {
+    throw UsageError(fmt::format("{} is '{}' and {}", option, to_string(options.format()), reason));
+  };
+  if (options.row_format != NamedFormat::None && options.wire_format != NamedFormat::None)
+    throw UsageError(fmt::format("--row-format is '{}' and --wire-format is '{}'; rows that arrive quantised travel so",
+                                 to_string(options.row_format), to_string(options.wire_format)));
+  if (options.row_format == NamedFormat::None) {
+    if (options.has_quantised_input) refuse("--quantised-input is given; it belongs to --row-format");
+    if (options.scale_layout != EPX_SCALES_ROWS)
+      refuse(fmt::format("--scale-layout is '{}'; it belongs to --row-format", to_string(options.scale_layout)));
+  }
+  if (options.format() == NamedFormat::None) return;
+  if (options.block.is_measured) refuse("--block is given; the block's rows travel in --dtype");
+  if (options.native) refuse("--native is given; the rows of the native way travel in --dtype");
+  const QuantisedRow row = quantised_row(options);
+  if (options.hidden % elements_per_byte(row.elements) != 0)
+    refuse(fmt::format("--hidden is {}; it must be even, since a byte has two elements", options.hidden));
+  if (options.scale_layout == EPX_SCALES_PACKED && row.scales != EPX_FLOAT8_E8M0)
+    refuse("--scale-layout is 'packed'; that is for fp8-block128-pow2, fp8-mx and fp8-e5m2-mx, whose scales are E8M0");
+  if (options.scale_layout != EPX_SCALES_TILES) return;
+  if (single_element_bytes(row.scales) != 1) refuse("--scale-layout is 'tiles'; that is for scales of one byte");
+  if (options.is_rank_major())
+    refuse("--scale-layout is 'tiles' and --layout is 'rank-major'; that layout has rows or columns, or packed ones");
+  if (options.alignment == 0 || options.alignment % 128 != 0)
+    refuse(fmt::format("--scale-layout is 'tiles' and --alignment is {}; it must be a multiple of 128", options.alignment));
+}
+
 void refuse_with_block(const char* option, const std::string& value, const char* reason) {
   throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
 }
@@ -110,6 +142,7 @@ void check_point(const Options& options) {
   check_transport(options);
   check_shape(options);
   check_layout(options);
+  check_formats(options);
   check_block(options);
 }
 

@@ -15,7 +15,11 @@ inline constexpr const char* kFooter = R"(Figures
   On nccl a time is that between two CUDA events around the call on its stream, or with --graph around its replay: from
   before its first kernel to the last byte in place. Before it comes a barrier of all ranks' streams; the whole iteration
   is enqueued before any of it runs, so that the host's speed is in no time.
-  A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians.
+  A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians. With
+  --row-format or --wire-format, rows of dispatch have other bytes where they are read, on the wire and where they land,
+  scales included (a line above the table says how many). logical GB/s and the memcpy count those that land, wire GB/s
+  and the wire bound those on the wire, the HBM bound all three. Scales of fp8-block128-pow2 are fp32, but E8M0 in packed
+  ones, in tiles and with --wire-format.
   logical GB/s   rows that a rank receives in dispatch (combine, dispatch_bwd: sends back) x row bytes / time
   wire GB/s      rows that must reach another rank x row bytes / time: one per (token, remote rank), and for the combine
                  and dispatch_bwd of --combine-precision exact one per remote route
@@ -36,7 +40,7 @@ inline constexpr const char* kFooter = R"(Figures
                  untouched without their pads); combine_bwd reads the tokens, what arrived and (with gradients)
                  expert_out, and writes what arrives and the rows in use; combine and dispatch_bwd read their slots and
                  what came back, and write what comes back and the tokens. Rank-major: dispatch and combine_bwd read the
-                 tokens and write their rows, own ones too.
+                 tokens and write their rows, own ones too. With --wire-format dispatch also writes and reads what arrived.
                  With --num-comm-sms the bound on no more SMs than that is printed beside it, and the ratio to it
                  Several nodes: the time that NCCL alone needs, for one group of ncclSend and ncclRecv between all rail peers,
                  for the distinct rows that must cross between nodes, also where a call sends more ('rails' above the table

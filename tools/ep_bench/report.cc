@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tools/ep_bench/block/report.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -90,6 +91,7 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                       {"logical_rows", figures.logical_rows},
                       {"wire_rows", figures.wire_rows},
                       {"written_rows", figures.written_rows},
+                      {"row_bytes", nullptr},
                       {"logical_gbps", json_or_null(figures.logical_gbps)},
                       {"wire_gbps", json_or_null(figures.wire_gbps)},
                       {"memcpy_ratio", json_or_null(copy_ratio(figures))},
@@ -100,6 +102,9 @@ nlohmann::json operation_json(const OperationFigures& figures, std::optional<int
                       {"ratio_on_comm_sms", json_or_null(figures.floor_ratio_on_sms)},
                       {"rail", nullptr},
                       {"wrong", json_or_null(wrong)}};
+  if (figures.row_bytes)
+    json["row_bytes"] = {
+        {"input", figures.row_bytes->input}, {"wire", figures.row_bytes->wire}, {"received", figures.row_bytes->received}};
   if (figures.rail) json["rail"] = {{"sent_bytes", figures.rail->sent}, {"needed_bytes", figures.rail->needed}};
   if (figures.copy) {
     json["memcpy_us"] = figures.copy->median_us;
@@ -127,6 +132,14 @@ const char* dropper(const Options& options) {
 std::string layout_text(const Options& options) {
   return options.is_rank_major() ? fmt::format("rank-major with M = {} rows", options.rows_per_source())
                                  : fmt::format("alignment {}", options.alignment);
+}
+
+// Says how the rows of dispatch travel, unless they do as they are.
+std::string format_line(const Options& options) {
+  if (options.format() == NamedFormat::None) return {};
+  const RowBytes bytes = row_bytes_of(options, EPX_OP_DISPATCH);
+  return fmt::format("rows of dispatch in {}; a row has {} bytes in the input, {} on the wire, {} where it is received\n",
+                     row_format_text(options), bytes.input, bytes.wire, bytes.received);
 }
 
 std::string header(const Results& results) {
@@ -276,7 +289,7 @@ bool passed(const Results& results) {
 }
 
 std::string to_table(const Results& results) {
-  std::string text = header(results);
+  std::string text = header(results) + format_line(results.options);
   const auto out = std::back_inserter(text);
   if (const auto copy = dispatch_copy(results))
     fmt::format_to(out, "memcpy of dispatch's rows: {:.2f} GB/s per rank, {:.2f} GB/s all ranks together\n",
@@ -307,6 +320,10 @@ nlohmann::json config_json(const Options& options) {
           {"experts", options.experts},
           {"top_k", options.top_k},
           {"dtype", to_string(options.dtype)},
+          {"row_format", given(options.row_format != NamedFormat::None, to_string(options.row_format))},
+          {"quantised_input", given(options.row_format != NamedFormat::None, options.has_quantised_input)},
+          {"scale_layout", given(options.row_format != NamedFormat::None, to_string(options.scale_layout))},
+          {"wire_format", given(options.wire_format != NamedFormat::None, to_string(options.wire_format))},
           {"routing", to_string(options.routing)},
           {"layout", to_string(options.layout)},
           {"max_rows", given(options.is_rank_major(), options.rows_per_source())},

@@ -128,10 +128,13 @@ std::string to_table(const Sweep& sweep, std::span<const PointResult> points) {
   if (first != points.end()) {
     const Options& options = first->options;
     const epx_group_info& group = first->results->group;
-    text = fmt::format("ep_bench {}: {} ranks, transport {}, rows of {} {}, top-{} of {} experts, combine {}{}\n",
-                       version_string(first->results->library_version), group.num_ranks, to_string(options.transport),
-                       options.hidden, to_string(options.dtype), options.top_k, options.experts,
-                       to_string(options.combine_precision), options.graph ? ", calls replayed from CUDA graphs" : "");
+    text = fmt::format(
+        "ep_bench {}: {} ranks, transport {}, rows of {} {}{}, top-{} of {} experts, combine {}{}\n",
+        version_string(first->results->library_version), group.num_ranks, to_string(options.transport), options.hidden,
+        to_string(options.dtype),
+        options.format() == NamedFormat::None ? "" : fmt::format(", those of dispatch in {}", row_format_text(options)),
+        options.top_k, options.experts, to_string(options.combine_precision),
+        options.graph ? ", calls replayed from CUDA graphs" : "");
   }
   fmt::format_to(std::back_inserter(text), "\n{:<{}}  {:<25}{:>11}{:>9}{:>11}{:>11}{:>9}{:>14}{:>11}{:>8}  {}\n", "point",
                  width, "operation", "median us", "noise %", "p99 us", "min us", "samples", "logical GB/s", "floor us",

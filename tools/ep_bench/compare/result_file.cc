@@ -136,6 +136,7 @@ Machine read_machine(const Field& machine) {
           .nccl = machine.at("nccl").text_or_null()};
 }
 
+// A field that is null is as one that an older file lacks.
 json read_config(const Field& config) {
   if (!config.value().is_object()) config.refuse("an object");
   for (const char* const field : {"tokens", "layout"}) // a row of the table begins with them
@@ -143,6 +144,7 @@ json read_config(const Field& config) {
   json paired = config.value();
   for (const char* const field : kUnpairedFields)
     paired.erase(field);
+  std::erase_if(paired.get_ref<json::object_t&>(), [](const auto& field) { return field.second.is_null(); });
   return paired;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <set>
 #include <string>
 #include <utility>
@@ -14,6 +15,7 @@
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/floor/floor_kernels.h"
 #include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/stats.h"
 #include "tools/ep_bench/workload/random.h"
 
@@ -28,6 +30,17 @@ constexpr int kRuns = 24;
 constexpr int kWireGrids[] = {16, 32, 64, 96, 128};
 
 constexpr int kLocalThreads[] = {512, kMaxLocalFloorThreads};
+
+int64_t rounded_up(int64_t bytes) {
+  return (bytes + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit;
+}
+
+// LocalRows are what the local kernels read and write. A kernel has rows of one size.
+struct LocalRows {
+  int64_t reads = 0;
+  int64_t writes = 0;
+  int64_t row_bytes = 0;
+};
 
 struct PlanOnDevice {
   Buffer first, places;
@@ -54,56 +67,93 @@ public:
   FloorRun(std::span<const RoutingOfAll> sets, const Options& options, const Peers& peers, Gpu& gpu, StreamBlocker& blocker)
       : sets_(sets), lines_(lines_of(options)), exact_(options.combine_precision == EPX_COMBINE_EXACT),
         num_comm_sms_(std::min(options.num_comm_sms, gpu.num_sms())), peers_(peers), gpu_(gpu), blocker_(blocker),
-        row_bytes_((row_bytes(options) + kFloorRowUnit - 1) / kFloorRowUnit * kFloorRowUnit),
-        target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
-        targets_(static_cast<size_t>(target_rows_ * row_bytes_), peers) {
+        options_(options), target_rows_(std::max<int64_t>(rows_of_places(sets[0], exact_), 1)),
+        targets_(static_cast<size_t>(target_rows_ * max_wire_bytes()), peers) {
     peers.together([&] {
       check_cuda(load_floor_kernels(), "cudaFuncGetAttributes");
-      int64_t source_rows = 1, rows_written = 1;
+      int64_t source_bytes = max_wire_bytes(), bytes_written = max_wire_bytes();
       for (const RoutingOfAll& set : sets_) {
         scatter_.push_back(prepare(scatter_plan(set, peers_.rank())));
         gather_.push_back(prepare(gather_plan(set, peers_.rank(), exact_)));
-        source_rows = std::max<int64_t>({source_rows, scatter_.back().rows, gather_.back().rows});
-        for (const Line& line : lines_) {
-          const LocalRows rows = local_rows(set, peers_.rank(), line, exact_);
-          source_rows = std::max(source_rows, rows.reads);
-          rows_written = std::max(rows_written, rows.writes);
+        source_bytes = std::max(source_bytes, std::max(scatter_.back().rows, gather_.back().rows) * max_wire_bytes());
+        for (const Line& line : moving_lines()) {
+          const LocalRows rows = local_rows(set, line);
+          source_bytes = std::max({source_bytes, rows.row_bytes, rows.reads * rows.row_bytes});
+          bytes_written = std::max(bytes_written, rows.writes * rows.row_bytes);
         }
       }
-      source_ = Buffer::plain(gpu_, static_cast<size_t>(source_rows * row_bytes_));
-      local_target_ = Buffer::plain(gpu_, static_cast<size_t>(rows_written * row_bytes_));
+      source_ = Buffer::plain(gpu_, static_cast<size_t>(source_bytes));
+      local_target_ = Buffer::plain(gpu_, static_cast<size_t>(bytes_written));
       fill_source();
     });
   }
 
-  // Measures the wire bound of all lines of each direction at once. The call is collective.
+  // Measures the wire bound of all lines of each direction and size of rows at once. The call is collective.
   void measure_wire() {
-    scatter_floor_ = wire(scatter_);
-    gather_floor_ = wire(gather_);
+    for (const Line& line : moving_lines()) {
+      const int64_t bytes = bytes_of(line).wire;
+      std::map<int64_t, FloorFigures>& floors = scatters(line) ? scatter_floors_ : gather_floors_;
+      if (!floors.contains(bytes)) floors[bytes] = wire(scatters(line) ? scatter_ : gather_, bytes);
+    }
   }
 
   FloorFigures of(const Line& line) const {
-    const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
-    FloorFigures figures = scatters ? scatter_floor_ : gather_floor_;
+    FloorFigures figures = (scatters(line) ? scatter_floors_ : gather_floors_).at(bytes_of(line).wire);
     measure_local(line, figures);
     return figures;
   }
 
   // Verifies that the kernels move every row. The call is collective.
   void verify() const {
-    for (auto* launch : {launch_wire_floor, launch_wire_floor_bulk}) {
-      verify_wire(
-          scatter_[0], [&](int rank) { return scatter_plan(sets_[0], rank); }, launch);
-      verify_wire(
-          gather_[0], [&](int rank) { return gather_plan(sets_[0], rank, exact_); }, launch);
+    std::set<std::pair<bool, int64_t>> verified; // by direction and bytes of a row
+    for (const Line& line : moving_lines()) {
+      const int64_t bytes = bytes_of(line).wire;
+      if (!verified.insert({scatters(line), bytes}).second) continue;
+      const PlanOnDevice& plan = scatters(line) ? scatter_[0] : gather_[0];
+      const auto plan_of = [&](int rank) {
+        return scatters(line) ? scatter_plan(sets_[0], rank) : gather_plan(sets_[0], rank, exact_);
+      };
+      for (auto* launch : {launch_wire_floor, launch_wire_floor_bulk})
+        verify_wire(plan, bytes, plan_of, launch);
     }
-    for (const Line& line : lines_)
+    for (const Line& line : moving_lines())
       verify_local(line);
   }
 
   void release() { targets_.release(peers_); }
 
 private:
+  static bool scatters(const Line& line) {
+    return line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
+  }
+
+  std::vector<Line> moving_lines() const {
+    std::vector<Line> lines;
+    std::ranges::copy_if(lines_, std::back_inserter(lines), &Line::moves_rows);
+    return lines;
+  }
+
+  // Returns the bytes of rows in the kernels.
+  RowBytes bytes_of(const Line& line) const {
+    const RowBytes bytes = row_bytes_of(options_, line.operation);
+    return {rounded_up(bytes.input), rounded_up(bytes.wire), rounded_up(bytes.received)};
+  }
+
+  int64_t max_wire_bytes() const {
+    int64_t most = 0;
+    for (const Line& line : moving_lines())
+      most = std::max(most, bytes_of(line).wire);
+    return most;
+  }
+
+  // Rows in other forms than the received one are so many bytes of rows in that form.
+  LocalRows local_rows(const RoutingOfAll& set, const Line& line) const {
+    const RowBytes row = bytes_of(line);
+    const LocalBytes bytes = local_bytes(set, peers_.rank(), line, exact_, row);
+    const auto rows = [&](int64_t of_bytes) { return (of_bytes + row.received - 1) / row.received; };
+    return {rows(bytes.reads), rows(bytes.writes), row.received};
+  }
+
   PlanOnDevice prepare(const WirePlan& plan) { return {upload(gpu_, plan.first), upload(gpu_, plan.places), plan.rows()}; }
 
   // Fills the source with copies of one block of bits as random as those of tokens, since the power that links and memory draw
@@ -145,12 +195,12 @@ private:
     return median(slowest_us(gather_durations(times, peers_)));
   }
 
-  WireParams wire_params(const PlanOnDevice& plan) const {
+  WireParams wire_params(const PlanOnDevice& plan, int64_t row_bytes) const {
     WireParams params{.source = source_.data(),
                       .first = reinterpret_cast<const int32_t*>(plan.first.data()),
                       .places = reinterpret_cast<const RowPlace*>(plan.places.data()),
                       .rows = plan.rows,
-                      .row_bytes = row_bytes_,
+                      .row_bytes = row_bytes,
                       .targets = {}};
     std::ranges::copy(targets_.all(), params.targets);
     return params;
@@ -158,38 +208,40 @@ private:
 
   // Runs `launch` on a plan of the first set, and throws where a row has not come.
   template <typename Launch>
-  void verify_wire(const PlanOnDevice& plan, const std::function<WirePlan(int)>& plan_of, Launch&& launch) const {
-    const std::span<std::byte> mine(targets_.of(peers_.rank()), static_cast<size_t>(target_rows_ * row_bytes_));
+  void verify_wire(const PlanOnDevice& plan, int64_t row_bytes, const std::function<WirePlan(int)>& plan_of,
+                   Launch&& launch) const {
+    const std::span<std::byte> mine(targets_.of(peers_.rank()), static_cast<size_t>(target_rows_ * row_bytes));
     peers_.together([&] { gpu_.fill(mine, std::byte{0}); });
     peers_.together([&] {
-      check_cuda(launch(wire_params(plan), gpu_.num_sms(), gpu_.cuda_stream()), "launch of a floor's kernel");
+      check_cuda(launch(wire_params(plan, row_bytes), gpu_.num_sms(), gpu_.cuda_stream()), "launch of a floor's kernel");
       gpu_.finish();
     });
     peers_.together([&] {
       std::vector<std::byte> rows(mine.size());
       gpu_.read(rows, mine.data());
       for (int source = 0; source < peers_.num_ranks(); ++source)
-        check_rows(rows, source, plan_of(source));
+        check_rows(rows, source, plan_of(source), row_bytes);
     });
   }
 
-  void check_rows(std::span<const std::byte> rows, int source, const WirePlan& plan) const {
+  void check_rows(std::span<const std::byte> rows, int source, const WirePlan& plan, int64_t row_bytes) const {
     const std::vector<uint64_t> block = source_block(source);
     const std::span<const std::byte> sent = std::as_bytes(std::span(block));
     for (int64_t row = 0; row < plan.rows(); ++row)
       for (int32_t place = plan.first[row]; place < plan.first[row + 1]; ++place) {
         if (plan.places[place].rank != peers_.rank()) continue;
-        const std::byte* const received = &rows[plan.places[place].row * row_bytes_];
-        for (int64_t i = 0; i < row_bytes_; ++i)
-          if (received[i] != sent[(row * row_bytes_ + i) % sent.size()])
+        const std::byte* const received = &rows[plan.places[place].row * row_bytes];
+        for (int64_t i = 0; i < row_bytes; ++i)
+          if (received[i] != sent[(row * row_bytes + i) % sent.size()])
             throw RuntimeError(fmt::format("the floor's row {} of rank {} did not come", row, source));
       }
   }
 
-  FloorFigures wire(const std::vector<PlanOnDevice>& plans) const {
+  FloorFigures wire(const std::vector<PlanOnDevice>& plans, int64_t row_bytes) const {
     FloorFigures best;
     const auto try_variant = [&](const char* kind, int blocks, auto&& launch) {
-      const double us = median_us([&](size_t set) { return launch(wire_params(plans[set]), blocks, gpu_.cuda_stream()); });
+      const double us =
+          median_us([&](size_t set) { return launch(wire_params(plans[set], row_bytes), blocks, gpu_.cuda_stream()); });
       const std::string variant = fmt::format("{} stores, {} blocks", kind, blocks);
       best.wire_us_of_variants[variant] = us;
       if (blocks <= num_comm_sms_) best.wire_us_on_sms = lower(best.wire_us_on_sms, us);
@@ -237,14 +289,14 @@ private:
             .target = local_target_.data(),
             .reads = rows.reads,
             .writes = rows.writes,
-            .row_bytes = row_bytes_,
+            .row_bytes = rows.row_bytes,
             .is_mixed = is_mixed};
   }
 
   void measure_local(const Line& line, FloorFigures& figures) const {
     std::vector<LocalRows> rows;
     for (const RoutingOfAll& set : sets_)
-      rows.push_back(local_rows(set, peers_.rank(), line, exact_));
+      rows.push_back(local_rows(set, line));
     for (int blocks : std::set<int>{gpu_.num_sms(), num_comm_sms_}) {
       if (blocks == 0) continue;
       for (const LocalVariant& variant : local_variants(blocks)) {
@@ -260,8 +312,8 @@ private:
   // Throws where a variant leaves words unwritten: the words that it writes, like those that it reads, are random, and not
   // zero.
   void verify_local(const Line& line) const {
-    const LocalRows rows = local_rows(sets_[0], peers_.rank(), line, exact_);
-    const std::span<std::byte> written(local_target_.data(), static_cast<size_t>(rows.writes * row_bytes_));
+    const LocalRows rows = local_rows(sets_[0], line);
+    const std::span<std::byte> written(local_target_.data(), static_cast<size_t>(rows.writes * rows.row_bytes));
     for (const LocalVariant& variant : local_variants(gpu_.num_sms()))
       peers_.together([&] {
         gpu_.fill(written, std::byte{0});
@@ -271,9 +323,9 @@ private:
         gpu_.read(std::as_writable_bytes(std::span(words)), written.data());
         const auto missing = std::ranges::find(words, uint64_t{0});
         if (missing != words.end())
-          throw RuntimeError(fmt::format("the local floor ({}) left row {} of {} unwritten", variant.name,
-                                         (missing - words.begin()) * static_cast<int64_t>(sizeof(uint64_t)) / row_bytes_,
-                                         line.name));
+          throw RuntimeError(
+              fmt::format("the local floor ({}) left row {} of {} unwritten", variant.name,
+                          (missing - words.begin()) * static_cast<int64_t>(sizeof(uint64_t)) / rows.row_bytes, line.name));
       });
   }
 
@@ -284,12 +336,12 @@ private:
   const Peers& peers_;
   Gpu& gpu_;
   StreamBlocker& blocker_;
-  int64_t row_bytes_;
+  const Options& options_;
   int64_t target_rows_;
   PeerMemory targets_;
   Buffer source_, local_target_;
-  std::vector<PlanOnDevice> scatter_, gather_; // [set]
-  FloorFigures scatter_floor_, gather_floor_;  // the wire bounds only
+  std::vector<PlanOnDevice> scatter_, gather_;                     // [set]
+  std::map<int64_t, FloorFigures> scatter_floors_, gather_floors_; // by bytes of a row; the wire bounds only
 };
 
 } // namespace

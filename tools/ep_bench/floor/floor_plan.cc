@@ -14,7 +14,7 @@ std::vector<int32_t> slots_by_rank(const RoutingOfAll& routing, int source, int6
   return slots;
 }
 
-// The formulas of local_rows() are made of these counts.
+// The formulas of local_bytes() are made of these counts.
 struct Counts {
   int64_t arrived = 0;
   int64_t arrived_for_several_slots = 0;
@@ -97,20 +97,24 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact) {
   return exact ? std::max(by_pair, routing.tokens() * routing.top_k) : by_pair;
 }
 
-LocalRows local_rows(const RoutingOfAll& routing, int rank, const Line& line, bool exact) {
+LocalBytes local_bytes(const RoutingOfAll& routing, int rank, const Line& line, bool exact, const RowBytes& bytes) {
   const Counts counts = count(routing, rank);
-  const int64_t tokens = routing.tokens();
-  const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
-  if (routing.layout == Layout::RankMajor && scatters) return {tokens, counts.slots};
   const int64_t sent = exact ? counts.sent_routes : counts.sent_pairs;
+  const int64_t input = routing.tokens() * bytes.input, arrived = counts.arrived * bytes.wire;
+  const int64_t slots = counts.slots * bytes.received, rows_in_use = counts.rows_in_use * bytes.received;
+  const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
+  const bool is_copied = line.operation == EPX_OP_DISPATCH || routing.layout == Layout::RankMajor;
+  if (scatters && is_copied) {
+    const int64_t filled = routing.layout == Layout::RankMajor || !routing.clears_pads ? slots : rows_in_use;
+    if (bytes.is_converted_on_landing()) return {input + arrived, arrived + filled};
+    return {input + (routing.layout == Layout::RankMajor ? 0 : counts.arrived_for_several_slots * bytes.received), filled};
+  }
   switch (line.operation) {
-  case EPX_OP_DISPATCH:
-    return {tokens + counts.arrived_for_several_slots, routing.clears_pads ? counts.rows_in_use : counts.slots};
   case EPX_OP_COMBINE_BWD:
-    return {tokens + counts.arrived + (line.has_weight_gradients ? counts.slots : 0), counts.arrived + counts.rows_in_use};
+    return {input + arrived + (line.has_weight_gradients ? slots : 0), arrived + rows_in_use};
   case EPX_OP_COMBINE:
   case EPX_OP_DISPATCH_BWD:
-    return {counts.slots + sent, sent + tokens};
+    return {slots + sent * bytes.wire, sent * bytes.wire + input};
   default:
     return {};
   }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tools/ep_bench/lines.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 
@@ -54,7 +55,7 @@ WirePlan gather_plan(const RoutingOfAll& routing, int rank, bool exact);
 // Returns the rows of the target buffer that the plans of all ranks write to.
 int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 
-// LocalRows counts the rows that an operation must read from and write to the memory of one rank's GPU. With
+// LocalBytes counts the bytes of the rows that an operation must read from and write to the memory of one rank's GPU. With
 //   T       tokens of this rank                        rows in use  slots of this rank, pads too
 //   arrived rows of other ranks' tokens with slots here, one per (token, this rank)
 //   sent    rows of this rank's tokens with slots elsewhere, one per (token, other rank); exact: one per route
@@ -71,11 +72,14 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 // In the rank-major layout `slots` are the rows of this rank, one per (token, this rank), and combine_bwd copies bits as
 // dispatch does:
 //   dispatch, combine_bwd  reads T                                                 writes slots
-// Index lists and weights are not counted. All 0 for a line that moves no rows.
-struct LocalRows {
+// A row read from the tokens has the input's bytes, one in slots those of received rows, and one that arrived those of the wire.
+// They differ in dispatch alone. A row that does not land as it travels is written to staging, and read from there:
+//   dispatch, both layouts  reads also arrived                                      writes also arrived
+// instead of those that have more than one slot. Index lists and weights are not counted. All 0 for a line that moves no rows.
+struct LocalBytes {
   int64_t reads = 0;
   int64_t writes = 0;
 };
-LocalRows local_rows(const RoutingOfAll& routing, int rank, const Line& line, bool exact);
+LocalBytes local_bytes(const RoutingOfAll& routing, int rank, const Line& line, bool exact, const RowBytes& bytes);
 
 } // namespace epx::bench

@@ -4,14 +4,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/dtypes.h"
+#include "runtime/reference/formats.h"
 #include "runtime/reference/reference.h"
 #include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/options.h"
 #include "tools/ep_bench/peers.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/workload/verify.h"
 #include "tools/ep_bench/workload/workload.h"
 
@@ -42,11 +45,20 @@ int64_t count_different(const Expected& expected, const Actual& actual) {
   return wrong;
 }
 
+// ReceivedRows are what dispatch leaves in the receive tensors of all ranks: rows, and the scales of those that arrive quantised.
+struct ReceivedRows {
+  std::vector<Matrix> tokens;                    // [N, H]
+  std::vector<reference::ReceivedScales> scales; // in the layout of scales
+  std::vector<Floats> row_scales;                // [N]
+};
+
 // SetInputs are all ranks' inputs of one input set.
 struct SetInputs {
   std::vector<reference::Routing> routing;
   std::vector<Matrix> tokens, grad_out;      // [T, H] of each rank
   std::vector<Matrix> expert_out, grad_recv; // [N, H]
+  std::vector<Matrix> scales;                // [T, S], of rows that come quantised
+  std::vector<Floats> row_scales;            // [T], of those that have them
   std::vector<Floats> topk_weights;          // [T, K]
   std::vector<Floats> grad_recv_weights;     // [N]; rank-major: [N, K]
 };
@@ -62,7 +74,11 @@ public:
       if (rank == peers.rank()) mine_ = {by_token, by_row};
       all_.routing.push_back({.num_tokens = options.tokens, .topk_idx = std::move(by_token.topk_idx)});
       all_.topk_weights.push_back(std::move(by_token.topk_weights));
-      all_.tokens.push_back(matrix(std::move(by_token.tokens), options.tokens));
+      all_.tokens.push_back({.dtype = tokens_dtype(options),
+                             .rows = options.tokens,
+                             .cols = options.hidden,
+                             .bytes = std::move(by_token.tokens)});
+      if (options.has_quantised_input) add_scales(std::move(by_token.scales), std::move(by_token.row_scales));
       all_.grad_out.push_back(matrix(std::move(by_token.grad_out), options.tokens));
       all_.expert_out.push_back(matrix(std::move(by_row.expert_out), measured.rows()));
       all_.grad_recv.push_back(matrix(std::move(by_row.grad_recv), measured.rows()));
@@ -91,6 +107,49 @@ protected:
     });
   }
 
+  // Returns receive tensors of all ranks that are scribbled as the library's are.
+  ReceivedRows scribbled_rows() const {
+    const int num_ranks = peers_.num_ranks();
+    const int64_t rows = measured_.rows();
+    ReceivedRows received{scribbled_matrices(num_ranks, recv_tokens_dtype(options_), rows, options_.hidden), {}, {}};
+    if (options_.row_format == NamedFormat::None) return received;
+    const QuantisedRow row = quantised_row(options_);
+    reference::ReceivedScales scales{.layout = options_.scale_layout,
+                                     .dtype = row.scales,
+                                     .rows = rows,
+                                     .num_scales = row_format(options_).num_scales(options_.hidden),
+                                     .bytes = {}};
+    scales.bytes.assign(static_cast<size_t>(reference::bytes_of(scales)), kScribble);
+    received.scales.assign(num_ranks, scales);
+    if (row.has_row_scale()) received.row_scales = scribbled_vectors<float>(num_ranks, rows);
+    return received;
+  }
+
+  // Returns the format of dispatch as the reference takes it, which writes the scales to `received`; none where rows travel as
+  // they are.
+  std::optional<reference::FormatTensors> format_tensors(ReceivedRows& received) const {
+    if (options_.format() == NamedFormat::None) return std::nullopt;
+    const QuantisedRow row = quantised_row(options_);
+    const RowFormat format = row_format(options_);
+    return reference::FormatTensors{.format = {row.scaling, row.elements, row.scales, format.amax_floor},
+                                    .scales = all_.scales,
+                                    .row_scales = all_.row_scales,
+                                    .encode_scales = {},
+                                    .recv_scales = received.scales,
+                                    .recv_row_scales = received.row_scales};
+  }
+
+  // Counts this rank's wrong elements and scales.
+  int64_t wrong_rows(const ReceivedRows& expected) const {
+    const int rank = peers_.rank();
+    const RowOutputs& actual = measured_.by_row();
+    int64_t wrong = count_different(expected.tokens[rank].bytes, actual.recv_tokens.read<std::byte>());
+    if (!expected.scales.empty())
+      wrong += count_different(expected.scales[rank].bytes, actual.recv_scales.read<std::byte>());
+    if (!expected.row_scales.empty()) wrong += wrong_elements(expected.row_scales, actual.recv_row_scales);
+    return wrong;
+  }
+
   int64_t wrong_elements(const std::vector<Matrix>& expected, const Buffer& actual, bool nan_equals_nan) const {
     const Matrix& mine = expected[peers_.rank()];
     const Matrix copy{.dtype = mine.dtype, .rows = mine.rows, .cols = mine.cols, .bytes = actual.read<std::byte>()};
@@ -110,6 +169,14 @@ protected:
   SetInputs all_;
 
 private:
+  void add_scales(std::vector<std::byte> scales, Floats row_scales) {
+    all_.scales.push_back({.dtype = quantised_row(options_).scales,
+                           .rows = options_.tokens,
+                           .cols = row_format(options_).num_scales(options_.hidden),
+                           .bytes = std::move(scales)});
+    if (!row_scales.empty()) all_.row_scales.push_back(std::move(row_scales));
+  }
+
   Matrix matrix(std::vector<std::byte> bytes, int64_t rows) const {
     return {.dtype = options_.dtype, .rows = rows, .cols = options_.hidden, .bytes = std::move(bytes)};
   }

@@ -37,19 +37,20 @@ private:
 
   // Counts what dispatch has got wrong, and prepare_dispatch.
   int64_t dispatch() {
-    auto recv_tokens = scribbled_matrices(peers_.num_ranks(), options_.dtype, measured_.rows(), options_.hidden);
+    ReceivedRows received = scribbled_rows();
+    const auto formats = format_tensors(received);
     reference::dispatch(plan_, {.tokens = all_.tokens,
                                 .sidecars = {},
                                 .topk_weights = all_.topk_weights,
-                                .recv_tokens = recv_tokens,
+                                .recv_tokens = received.tokens,
                                 .recv_sidecars = {},
                                 .recv_weights = recv_weights_,
-                                .pads_untouched = options_.pads == EPX_PADS_UNTOUCHED});
+                                .pads_untouched = options_.pads == EPX_PADS_UNTOUCHED,
+                                .formats = formats ? &*formats : nullptr});
     call([&] { measured_.dispatch(inputs_); });
-    const int64_t wrong = wrong_elements(recv_tokens, measured_.by_row().recv_tokens, false) +
-                          wrong_elements(recv_weights_, measured_.by_row().recv_weights);
+    const int64_t wrong = wrong_rows(received) + wrong_elements(recv_weights_, measured_.by_row().recv_weights);
     call([&] { measured_.prepare_dispatch_fully(inputs_); });
-    return wrong + count_wrong_plan() + wrong_elements(recv_tokens, measured_.by_row().recv_tokens, false) +
+    return wrong + count_wrong_plan() + wrong_rows(received) +
            wrong_elements(recv_weights_, measured_.by_row().recv_weights);
   }
 

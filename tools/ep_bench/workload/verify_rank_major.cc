@@ -20,21 +20,23 @@ private:
   int64_t dispatch() {
     const int num_ranks = peers_.num_ranks();
     const int64_t rows = measured_.rows(), routes = rows * options_.top_k;
-    auto recv_tokens = scribbled_matrices(num_ranks, options_.dtype, rows, options_.hidden);
+    ReceivedRows received = scribbled_rows();
+    const auto formats = format_tensors(received);
     auto recv_topk_idx = scribbled_vectors<int64_t>(num_ranks, routes);
     auto recv_weights = scribbled_vectors<float>(num_ranks, routes);
     auto counts = scribbled_vectors<int64_t>(num_ranks, num_ranks);
     reference::dispatch_rank_major(plan_, {.tokens = all_.tokens,
                                            .sidecars = {},
                                            .topk_weights = all_.topk_weights,
-                                           .recv_tokens = recv_tokens,
+                                           .recv_tokens = received.tokens,
                                            .recv_sidecars = {},
                                            .recv_topk_idx = recv_topk_idx,
                                            .recv_weights = recv_weights,
-                                           .counts = counts});
+                                           .counts = counts,
+                                           .formats = formats ? &*formats : nullptr});
     call([&] { measured_.dispatch(inputs_); });
     const RowOutputs& actual = measured_.by_row();
-    return wrong_elements(recv_tokens, actual.recv_tokens, false) + wrong_elements(recv_weights, actual.recv_weights) +
+    return wrong_rows(received) + wrong_elements(recv_weights, actual.recv_weights) +
            count_different(recv_topk_idx[peers_.rank()], actual.recv_topk_idx.read<int64_t>()) +
            count_different(counts[peers_.rank()], actual.source_counts.read<int64_t>());
   }

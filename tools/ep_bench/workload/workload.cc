@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "tools/ep_bench/block/shape.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/workload/random.h"
 #include "tools/ep_bench/workload/routing.h"
 
@@ -11,7 +12,7 @@ namespace epx::bench {
 namespace {
 
 // First key words of the streams, so that no two tensors share numbers.
-enum : uint64_t { kTokens = 1, kTopkWeights, kGradOut, kExpertOut, kGradRecv, kGradRecvWeights };
+enum : uint64_t { kTokens = 1, kTopkWeights, kGradOut, kExpertOut, kGradRecv, kGradRecvWeights, kScales, kRowScales };
 
 // Assembles a random sign and mantissa and one of the exponents -3..0 without a conversion.
 struct ElementBits {
@@ -40,6 +41,14 @@ void fill(std::vector<std::byte>& bytes, const RandomStream& random, ElementBits
 
 RandomStream stream_of_set(uint64_t purpose, uint64_t seed, int set, int rank) {
   return {purpose, seed, static_cast<uint64_t>(set), static_cast<uint64_t>(rank)};
+}
+
+// Quantised rows are copied, so that any bytes will do.
+std::vector<std::byte> any_bytes(const RandomStream& random, int64_t count) {
+  std::vector<std::byte> bytes(count);
+  for (int64_t i = 0; i < count; ++i)
+    bytes[i] = static_cast<std::byte>(random.at(i / 8) >> (i % 8 * 8));
+  return bytes;
 }
 
 std::vector<float> weights(const RandomStream& random, int64_t count) {
@@ -73,10 +82,25 @@ std::vector<int64_t> Workload::topk_idx(int set, int rank) const {
 
 TokenInputs Workload::token_inputs(int set, int rank) const {
   const int64_t routes = int64_t{options_.tokens} * options_.top_k;
-  return {.topk_idx = topk_idx(set, rank),
-          .topk_weights = weights(stream_of_set(kTopkWeights, options_.seed, set, rank), routes),
-          .tokens = elements(kTokens, set, rank, options_.tokens),
-          .grad_out = elements(kGradOut, set, rank, options_.tokens)};
+  TokenInputs inputs{.topk_idx = topk_idx(set, rank),
+                     .topk_weights = weights(stream_of_set(kTopkWeights, options_.seed, set, rank), routes),
+                     .tokens = {},
+                     .grad_out = elements(kGradOut, set, rank, options_.tokens),
+                     .scales = {},
+                     .row_scales = {}};
+  if (!options_.has_quantised_input) {
+    inputs.tokens = elements(kTokens, set, rank, options_.tokens);
+    return inputs;
+  }
+  const QuantisedRow row = quantised_row(options_);
+  const auto bytes = [&](uint64_t purpose, epx_dtype dtype, int64_t columns) {
+    return any_bytes(stream_of_set(purpose, options_.seed, set, rank), options_.tokens * epx::row_bytes(dtype, columns));
+  };
+  inputs.tokens = bytes(kTokens, row.elements, options_.hidden);
+  inputs.scales = bytes(kScales, row.scales, row_format(options_).num_scales(options_.hidden));
+  if (row.has_row_scale())
+    inputs.row_scales = weights(stream_of_set(kRowScales, options_.seed, set, rank), options_.tokens);
+  return inputs;
 }
 
 RowInputs Workload::row_inputs(int set, int rank, int64_t rows) const {

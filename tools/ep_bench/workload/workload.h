@@ -17,6 +17,8 @@ struct TokenInputs {
   std::vector<float> topk_weights; // [T, K], in [0, 1)
   std::vector<std::byte> tokens;   // [T, H]
   std::vector<std::byte> grad_out; // [T, H]
+  std::vector<std::byte> scales;   // [T, S], of rows that come quantised
+  std::vector<float> row_scales;   // [T], of those that have them
 };
 
 // RowInputs are what a rank has per row of the receive tensors; they stand for what its experts computed.
@@ -42,7 +44,7 @@ public:
   RowInputs row_inputs(int set, int rank, int64_t rows) const;
 
 private:
-  // Returns [rows, H] elements of either sign with magnitudes in [1/8, 2), which no operation overflows.
+  // Returns [rows, H] elements of dtype of either sign with magnitudes in [1/8, 2), which no operation overflows.
   std::vector<std::byte> elements(uint64_t purpose, int set, int rank, int64_t rows) const;
 
   Options options_;

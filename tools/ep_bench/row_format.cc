@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tools/ep_bench/row_format.h"
+
+#include <fmt/format.h>
+
+#include "base/dtypes.h"
+
+namespace epx::bench {
+namespace {
+
+// The scales of FP8 rows by powers of two are float32, as DeepGEMM takes them on Hopper. They are E8M0 where the layout of
+// scales demands it, and where nobody but the library sees them.
+bool has_short_scales(const Options& options) {
+  return options.wire_format != NamedFormat::None || options.scale_layout == EPX_SCALES_PACKED ||
+         options.scale_layout == EPX_SCALES_TILES;
+}
+
+int64_t quantised_bytes(const Options& options) {
+  const QuantisedRow row = quantised_row(options);
+  return epx::row_bytes(row.elements, options.hidden) +
+         epx::row_bytes(row.scales, row_format(options).num_scales(options.hidden)) +
+         (row.has_row_scale() ? static_cast<int64_t>(sizeof(float)) : 0);
+}
+
+} // namespace
+
+QuantisedRow quantised_row(const Options& options) {
+  switch (options.format()) {
+  case NamedFormat::Fp8Block128:
+    return {EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32};
+  case NamedFormat::Fp8Block128Pow2:
+    return {EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, has_short_scales(options) ? EPX_FLOAT8_E8M0 : EPX_FLOAT32};
+  case NamedFormat::Fp8E5m2Mx:
+    return {EPX_SCALING_MX, EPX_FLOAT8_E5M2, EPX_FLOAT8_E8M0};
+  case NamedFormat::Fp4Nv:
+    return {EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3};
+  case NamedFormat::Fp8Mx:
+  case NamedFormat::None:
+    break;
+  }
+  return {EPX_SCALING_MX, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0};
+}
+
+RowFormat row_format(const Options& options) {
+  if (options.format() == NamedFormat::None) return {};
+  const QuantisedRow row = quantised_row(options);
+  RowFormat format(row.scaling);
+  format.dtype = row.elements;
+  format.scale_layout = options.scale_layout;
+  return format;
+}
+
+epx_dtype tokens_dtype(const Options& options) {
+  return options.has_quantised_input ? quantised_row(options).elements : options.dtype;
+}
+
+epx_dtype recv_tokens_dtype(const Options& options) {
+  return options.row_format != NamedFormat::None ? quantised_row(options).elements : options.dtype;
+}
+
+int64_t recv_scales_bytes(const Options& options, int64_t rows) {
+  if (options.row_format == NamedFormat::None) return 0;
+  const int64_t elements = row_format(options).recv_scales_shape(rows, options.hidden).num_elements();
+  return elements *
+         single_element_bytes(options.scale_layout == EPX_SCALES_PACKED ? EPX_INT32 : quantised_row(options).scales);
+}
+
+RowBytes row_bytes_of(const Options& options, epx_operation operation) {
+  const int64_t wide = row_bytes(options);
+  if (operation != EPX_OP_DISPATCH || options.format() == NamedFormat::None) return {wide, wide, wide};
+  const int64_t quantised = quantised_bytes(options);
+  return {options.has_quantised_input ? quantised : wide, quantised,
+          options.row_format != NamedFormat::None ? quantised : wide};
+}
+
+std::string row_format_text(const Options& options) {
+  if (options.format() == NamedFormat::None) return {};
+  const char* const name = to_string(options.format());
+  if (options.wire_format != NamedFormat::None) return fmt::format("{} on the wire alone", name);
+  return fmt::format("{}, quantised {}, scales in {}", name,
+                     options.has_quantised_input ? "before the call" : "in the call", to_string(options.scale_layout));
+}
+
+} // namespace epx::bench
