@@ -663,7 +663,8 @@ typedef enum epx_scale_layout EPX_ENUM_INT32 {
   EPX_SCALES_TILES = 3
 } epx_scale_layout;
 
-/** The format in which the rows of a call travel. Ranks agree on scaling, dtype, amax_floor and the dtype of scales. */
+/** The format in which the rows of a call travel. Ranks agree on scaling, dtype, amax_floor and the dtype of scales, and so
+ * on the way, since they agree on the dtypes of tokens and recv_tokens. */
 typedef struct epx_row_format {
   size_t struct_size; /**< set by epx_row_format_init; the same in every version */
   epx_scaling scaling;
@@ -672,7 +673,7 @@ typedef struct epx_row_format {
   epx_scale_layout scale_layout;     /**< of recv_scales; ranks may differ */
   const epx_tensor* scales;          /**< [in]  a: [T, S], dtype of the scaling's scales; NULL in the others */
   const epx_tensor* row_scales;      /**< [in]  a, NV: [T] FLOAT32; NULL in the others */
-  const epx_tensor* encode_scale;    /**< [in, optional] b and c, NV: [1] FLOAT32, e of all rows of this rank */
+  const epx_tensor* encode_scale;    /**< [in, optional] b and c, NV: [1] FLOAT32 > 0, finite: e of this rank's rows */
   const epx_tensor* recv_scales;     /**< [out] a and b: in scale_layout; NULL in c */
   const epx_tensor* recv_row_scales; /**< [out] a and b, NV: [N] FLOAT32; NULL in the others */
   int64_t reserved[4];               /**< 0 */
@@ -758,8 +759,8 @@ typedef struct epx_dispatch_args {
   const epx_tensor* recv_tokens;  /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
   const epx_tensor* recv_weights; /**< [out] [N] FLOAT32, iff topk_weights is given */
   /* After 0.1: */
-  epx_pads pads;     /**< of this rank's zones; ranks may differ */
-  int32_t reserved0; /**< 0 */
+  epx_pads pads;                /**< of this rank's zones; ranks may differ */
+  int32_t reserved0;            /**< 0 */
   const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
 } epx_dispatch_args;
 
@@ -790,7 +791,7 @@ typedef struct epx_prepare_dispatch_args {
   const epx_tensor* recv_weights;  /**< [out] [N] FLOAT32, iff topk_weights is given */
   epx_pads pads;                   /**< of this rank's zones; ranks may differ */
   int32_t reserved0;               /**< 0 */
-  const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
+  const epx_row_format* format;    /**< [optional] in which the rows travel; NULL: as they are */
 } epx_prepare_dispatch_args;
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number. The handle
