@@ -297,7 +297,7 @@ typedef struct epx_group_config {
   int32_t hidden_dim;          /**< largest H of a call, elements; required */
   int32_t max_top_k;           /**< largest K of a layer, 1..64; required */
   int32_t max_alignment;       /**< largest alignment of a layer, rows; default 128 */
-  epx_dtype max_token_dtype;   /**< widest token dtype of a call; required: FLOAT32, FLOAT16 or BFLOAT16 */
+  epx_dtype max_token_dtype;   /**< widest dtype that rows travel in; required: one of wide or quantised rows */
   /** R in rows. 0 (default): the worst case, P * max_tokens_per_rank * max_top_k + ceil(E / P) * (max_alignment - 1),
    * rounded up to max_alignment. */
   int64_t max_recv_tokens_per_rank;
@@ -609,15 +609,17 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 
 /** @defgroup formats Row formats
  *
- * dispatch can carry rows in 8 or 4 bits with their scales. There are three ways, which follow from the dtypes of a call:
+ * dispatch can carry rows in 8 or 4 bits with their scales. Without a format rows of any of these dtypes are copied. With one
+ * there are three ways, which follow from the dtypes of a call:
  *
  *      tokens          recv_tokens     recv_scales  what happens
  *   a  quantised       the same dtype  given        rows and scales arrive as they are
  *   b  wide            quantised       given        a row is quantised once, on its rank, and arrives quantised
  *   c  wide            as tokens       NULL         a row is quantised for the wire, and dequantised where it lands
  *
- * Wide is FLOAT32, FLOAT16 or BFLOAT16. A quantised row is a function of the row, the format and encode_scale alone: it has
- * the same bits on every transport and for every number of ranks, and a rank's rows for itself are what it would have sent.
+ * Wide is FLOAT32, FLOAT16 or BFLOAT16; quantised is FLOAT8_E4M3, FLOAT8_E5M2 or FLOAT4_E2M1. A quantised row follows from
+ * the row, the format and encode_scale alone. It has the same bits on every transport and for every number of ranks, and a
+ * rank's rows for itself are what it would have sent.
  *
  * ## The scalings
  * Blocks run along H from 0; the last may be short. amax is the largest magnitude of a block's finite elements. All
@@ -754,9 +756,10 @@ typedef struct epx_dispatch_args {
   const void* handle_mem;
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor* tokens;       /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
+  const epx_tensor* tokens;       /**< [in]  [T, H] of wide or quantised rows; may have a sidecar */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] FLOAT32 */
-  const epx_tensor* recv_tokens;  /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
+  const epx_tensor*
+      recv_tokens; /**< [out] [N, H], dtype of tokens or of format; a sidecar of the same row bytes iff tokens has one */
   const epx_tensor* recv_weights; /**< [out] [N] FLOAT32, iff topk_weights is given */
   /* After 0.1: */
   epx_pads pads;                /**< of this rank's zones; ranks may differ */
@@ -785,13 +788,14 @@ typedef struct epx_prepare_dispatch_args {
   const epx_tensor* info;          /**< [out, optional] [5] INT64, as in epx_prepare_args */
   const epx_tensor* slot;          /**< [out, optional] [T, K] INT32, as in epx_prepare_args */
   const epx_tensor* slot_origin;   /**< [out, optional] [R, 3] INT32, as in epx_prepare_args */
-  const epx_tensor* tokens;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
+  const epx_tensor* tokens;        /**< [in]  [T, H] of wide or quantised rows; may have a sidecar */
   const epx_tensor* topk_weights;  /**< [in, optional] [T, K] FLOAT32 */
-  const epx_tensor* recv_tokens;   /**< [out] [N, H], dtype of tokens; a sidecar of the same row bytes iff tokens has one */
-  const epx_tensor* recv_weights;  /**< [out] [N] FLOAT32, iff topk_weights is given */
-  epx_pads pads;                   /**< of this rank's zones; ranks may differ */
-  int32_t reserved0;               /**< 0 */
-  const epx_row_format* format;    /**< [optional] in which the rows travel; NULL: as they are */
+  const epx_tensor*
+      recv_tokens; /**< [out] [N, H], dtype of tokens or of format; a sidecar of the same row bytes iff tokens has one */
+  const epx_tensor* recv_weights; /**< [out] [N] FLOAT32, iff topk_weights is given */
+  epx_pads pads;                  /**< of this rank's zones; ranks may differ */
+  int32_t reserved0;              /**< 0 */
+  const epx_row_format* format;   /**< [optional] in which the rows travel; NULL: as they are */
 } epx_prepare_dispatch_args;
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number. The handle
@@ -893,10 +897,11 @@ typedef struct epx_dispatch_rank_major_args {
   void* handle_mem; /**< [out] */
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor* tokens;       /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; may have a sidecar */
+  const epx_tensor* tokens;       /**< [in]  [T, H] of wide or quantised rows; may have a sidecar */
   const epx_tensor* topk_idx;     /**< [in]  [T, K] INT32 or INT64, as in epx_prepare_args */
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] FLOAT32 */
-  /** [out] [P, M, H], dtype of tokens; a sidecar [P, M, sidecar_row_bytes] of the same row bytes iff tokens has one. */
+  /** [out] [P, M, H], dtype of tokens or of format; a sidecar [P, M, sidecar_row_bytes] of the same row bytes iff tokens has
+   * one. */
   const epx_tensor* recv_tokens;
   /** [out] [P, M, K] INT32 or INT64: the local expert, 0..E_l - 1, of each route to this rank; -1 for each k whose route is
    * masked or goes to another rank. */
