@@ -2,14 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the C program of README.md as it stands, in a function main that looks at the group which it has created, and runs it
 on two ranks."""
-import argparse
-import pathlib
-import re
 import subprocess
 import sys
 import tempfile
 
-LIMIT_S = 60
+import c_page
+
 PROGRAM = """#include <stdio.h>
 #include <stdlib.h>
 {includes}
@@ -27,28 +25,19 @@ int main(int argc, char** argv) {{
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("--page", "--library", "--include"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--cc", nargs="+", required=True)
-    arguments = parser.parse_args()
-    page = pathlib.Path(arguments.page).read_text(encoding="utf-8")
-    lines = re.search(r"^```c\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE).group(1).splitlines()
+    arguments = c_page.arguments_of(__doc__)
+    lines = c_page.snippet_of(arguments.page)
     with tempfile.TemporaryDirectory(prefix="epx_readme.") as directory:
         # Runs of this test beside each other must not meet.
         statements = [line.replace('"/tmp"', f'"{directory}"') for line in lines if not line.startswith("#include")]
         if statements == [line for line in lines if not line.startswith("#include")]:
             sys.exit("the program's directory is not \"/tmp\" any more: adapt this test")
-        source = pathlib.Path(directory) / "program.c"
-        source.write_text(PROGRAM.format(includes="\n".join(line for line in lines if line.startswith("#include")),
-                                         statements="\n".join(statements)), encoding="utf-8")
-        program = str(source.with_suffix(""))
-        folder = str(pathlib.Path(arguments.library).resolve().parent)
-        subprocess.run([*arguments.cc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", arguments.include, str(source), "-o", program,
-                        arguments.library, f"-Wl,-rpath,{folder}"], check=True, timeout=LIMIT_S)
+        includes = "\n".join(line for line in lines if line.startswith("#include"))
+        text = PROGRAM.format(includes=includes, statements="\n".join(statements))
+        program = c_page.compile_program(text, arguments, directory)
         processes = [subprocess.Popen([program, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
         try:
-            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+            outputs = [process.communicate(timeout=c_page.LIMIT_S)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()
