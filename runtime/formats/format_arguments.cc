@@ -79,7 +79,7 @@ WireFormat check_format(const epx_row_format& format, const char* function) {
     require_one_of(entry.scales, format.recv_scales->dtype, "format.recv_scales", format.scaling, function);
     scales = format.recv_scales->dtype;
   }
-  return {format.scaling, format.dtype, scales, format.amax_floor};
+  return {format.scaling, format.dtype, scales, format.amax_floor + 0.0f}; // ranks compare bits, and -0 is 0
 }
 
 } // namespace epx
