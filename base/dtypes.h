@@ -34,7 +34,7 @@ constexpr int64_t single_element_bytes(epx_dtype dtype) {
   return 0;
 }
 
-// Returns how many elements one byte holds at least.
+// Returns how many elements share a byte; 1 where none do.
 constexpr int64_t elements_per_byte(epx_dtype dtype) {
   return dtype == EPX_FLOAT4_E2M1 ? 2 : 1;
 }

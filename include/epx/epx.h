@@ -639,7 +639,9 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * element stands for q * s, with NV for q * (s * row_scale), in float32, rounded once to the receive dtype.
  *
  * The bits are those of DeepGEMM (BLOCK128), and of TransformerEngine (MX; NV with the row in the place of its tensor), on
- * finite input.
+ * finite input. Where MX's b is 0, some versions of TransformerEngine multiply by 1.
+ *
+ * Groups of several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
  * @{ */
 
 /** How the elements of a quantised row are scaled. */
@@ -745,7 +747,7 @@ EPX_API epx_status epx_prepare(epx_group group, const epx_prepare_args* args);
 
 /** What dispatch does to the pad rows of its zones. */
 typedef enum epx_pads EPX_ENUM_INT32 {
-  EPX_PADS_ZERO = 0,     /**< they become zero, with their weights and sidecars */
+  EPX_PADS_ZERO = 0,     /**< they become zero, with their weights, sidecars and scales */
   EPX_PADS_UNTOUCHED = 1 /**< nothing is written to them */
 } epx_pads;
 
@@ -767,10 +769,10 @@ typedef struct epx_dispatch_args {
   const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
 } epx_dispatch_args;
 
-/** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit, with its weight and sidecar. Pad rows inside zones become zero,
- * unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the time of writing them. The
- * rows of a rank that took part without routes become zero in either case. Rows at or above offsets[E_l] are not
- * touched. */
+/** recv_tokens[slot(r, t, k)] = tokens_r[t], bit for bit or as the format says, with its weight and sidecar. Pad rows
+ * inside zones become zero, unless pads is EPX_PADS_UNTOUCHED; a matrix product that needs none of their rows saves the
+ * time of writing them. The rows of a rank that took part without routes become zero in either case. Rows at or above
+ * offsets[E_l] are not touched. */
 EPX_API epx_status epx_dispatch(epx_group group, const epx_dispatch_args* args);
 
 /** Arguments of epx_prepare_dispatch(): those of epx_prepare() and of epx_dispatch(), each once. The smallest struct_size
@@ -879,8 +881,8 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
  *
  * On GPUs the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at
- * most a limit of the group. It takes the high-throughput path otherwise, however few the tokens are: for few tokens,
- * choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
+ * most a limit of the group, and the call has no format. It takes the high-throughput path otherwise, however few the
+ * tokens are: for few tokens, choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
  * than 80 SMs for the call.
  *
  * The calls are collective, with the conventions and errors of the other operations (see there). The dtypes of topk_idx,
@@ -911,9 +913,9 @@ typedef struct epx_dispatch_rank_major_args {
   const epx_row_format* format;   /**< [optional] in which the rows travel; NULL: as they are */
 } epx_dispatch_rank_major_args;
 
-/** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit, with its sidecar. recv_topk_idx
- * and recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which weights. Duplicate
- * experts of a token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
+/** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit or as the format says, with its
+ * sidecar. recv_topk_idx and recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which
+ * weights. Duplicate experts of a token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
 EPX_API epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args);
 
 /** Arguments of epx_combine_rank_major(). The smallest struct_size is 56. */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp quantises, dequantises and copies rows of 8 or 4 bits, as epx.h defines them (runtime/formats/). A lane has 16
 // neighbouring elements of each tile of 512, so that a block's elements are in one lane or in neighbouring ones, and the amax of a
-// block takes a few shuffles. Rows go from registers to memory: nothing is staged in shared memory.
+// block takes a few shuffles. These rows go from registers to memory. Of rows that are copied, only the scales are copied here.
 #pragma once
 
 #include <cstdint>
