@@ -12,7 +12,7 @@
 namespace epx::reference {
 namespace {
 
-void require_that(bool condition, const char* what) {
+void require_format(bool condition, const char* what) {
   if (!condition) throw std::invalid_argument(what);
 }
 
@@ -91,10 +91,10 @@ int not_a_number(epx_dtype dtype, float element) {
 }
 
 std::byte& byte_at(Matrix& matrix, int64_t row, int64_t byte) {
-  return matrix.bytes[row * row_bytes(matrix.dtype, matrix.cols) + byte];
+  return matrix.bytes[row * epx::row_bytes(matrix.dtype, matrix.cols) + byte];
 }
 int byte_at(const Matrix& matrix, int64_t row, int64_t byte) {
-  return std::to_integer<int>(matrix.bytes[row * row_bytes(matrix.dtype, matrix.cols) + byte]);
+  return std::to_integer<int>(matrix.bytes[row * epx::row_bytes(matrix.dtype, matrix.cols) + byte]);
 }
 
 int code_at(const Matrix& elements, int64_t row, int64_t h) {
@@ -110,7 +110,7 @@ void set_code(Matrix& elements, int64_t row, int64_t h, int code) {
 }
 
 Matrix zeros(epx_dtype dtype, int64_t rows, int64_t cols) {
-  return {dtype, rows, cols, std::vector<std::byte>(static_cast<size_t>(rows * row_bytes(dtype, cols)))};
+  return {dtype, rows, cols, std::vector<std::byte>(static_cast<size_t>(rows * epx::row_bytes(dtype, cols)))};
 }
 
 // ---- Scales ------------------------------------------------------------------------------------------------------------
@@ -252,9 +252,9 @@ int64_t offset_of(const ReceivedScales& scales, int64_t n, int64_t i) {
   const int64_t ld = rounded_up(scales.rows, 4);
   switch (scales.layout) {
   case EPX_SCALES_ROWS:
-    return (n * scales.num_scales + i) * row_bytes(scales.dtype, 1);
+    return (n * scales.num_scales + i) * epx::row_bytes(scales.dtype, 1);
   case EPX_SCALES_COLUMNS:
-    return (i * ld + n) * row_bytes(scales.dtype, 1);
+    return (i * ld + n) * epx::row_bytes(scales.dtype, 1);
   case EPX_SCALES_PACKED:
     return (i / 4 * ld + n) * 4 + i % 4;
   case EPX_SCALES_TILES:
@@ -297,9 +297,9 @@ int64_t bytes_of(const ReceivedScales& shape) {
   const int64_t ld = rounded_up(shape.rows, 4);
   switch (shape.layout) {
   case EPX_SCALES_ROWS:
-    return shape.rows * shape.num_scales * row_bytes(shape.dtype, 1);
+    return shape.rows * shape.num_scales * epx::row_bytes(shape.dtype, 1);
   case EPX_SCALES_COLUMNS:
-    return shape.num_scales * ld * row_bytes(shape.dtype, 1);
+    return shape.num_scales * ld * epx::row_bytes(shape.dtype, 1);
   case EPX_SCALES_PACKED:
     return scales_with_fill(shape) * ld;
   case EPX_SCALES_TILES:
@@ -313,7 +313,7 @@ Arrivals::Arrivals(std::span<const Matrix> tokens, const FormatTensors* formats)
   const size_t num_ranks = tokens.size();
   const bool is_nv = formats_->format.scaling == EPX_SCALING_NV;
   const auto require_each = [&](size_t size, bool wanted) {
-    require_that(size == (wanted ? num_ranks : 0), "a tensor of the format is missing, or too many are given");
+    require_format(size == (wanted ? num_ranks : 0), "a tensor of the format is missing, or too many are given");
   };
   const bool arrives_quantised = !formats_->recv_scales.empty(), is_quantised = !formats_->scales.empty();
   require_each(formats_->recv_scales.size(), arrives_quantised);
@@ -321,10 +321,10 @@ Arrivals::Arrivals(std::span<const Matrix> tokens, const FormatTensors* formats)
   require_each(formats_->scales.size(), is_quantised);
   require_each(formats_->row_scales.size(), is_quantised && is_nv);
   require_each(formats_->encode_scales.size(), !formats_->encode_scales.empty());
-  require_that(arrives_quantised || !is_quantised, "rows that come quantised arrive so");
+  require_format(arrives_quantised || !is_quantised, "rows that come quantised arrive so");
   for (const ReceivedScales& scales : formats_->recv_scales)
-    require_that(static_cast<int64_t>(scales.bytes.size()) == bytes_of(scales),
-                 "scales have other bytes than their layout");
+    require_format(static_cast<int64_t>(scales.bytes.size()) == bytes_of(scales),
+                   "scales have other bytes than their layout");
   if (is_quantised) {
     scales_.assign(formats_->scales.begin(), formats_->scales.end());
     row_scales_.assign(formats_->row_scales.begin(), formats_->row_scales.end());
@@ -344,7 +344,7 @@ void Arrivals::put_scales(size_t source, int64_t token, size_t receiver, int64_t
   zero_scales(receiver, row); // the fill
   const Matrix& from = scales_[source];
   ReceivedScales& to = formats_->recv_scales[receiver];
-  const int64_t scale_bytes = row_bytes(to.dtype, 1);
+  const int64_t scale_bytes = epx::row_bytes(to.dtype, 1);
   for (int64_t i = 0; i < to.num_scales; ++i)
     std::memcpy(&to.bytes[offset_of(to, row, i)], &from.bytes[(token * to.num_scales + i) * scale_bytes], scale_bytes);
   if (!formats_->recv_row_scales.empty()) formats_->recv_row_scales[receiver][row] = row_scales_[source][token];
@@ -354,7 +354,7 @@ void Arrivals::zero_scales(size_t receiver, int64_t row) const {
   if (!has_scales()) return;
   ReceivedScales& to = formats_->recv_scales[receiver];
   for (int64_t i = 0; i < scales_with_fill(to); ++i)
-    std::memset(&to.bytes[offset_of(to, row, i)], 0, row_bytes(to.dtype, 1));
+    std::memset(&to.bytes[offset_of(to, row, i)], 0, epx::row_bytes(to.dtype, 1));
   if (!formats_->recv_row_scales.empty()) formats_->recv_row_scales[receiver][row] = 0.0F;
 }
 

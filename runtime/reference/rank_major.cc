@@ -39,7 +39,7 @@ int64_t kept_row_of(const RankMajorPlan& plan, size_t source, int64_t token, int
 }
 
 void copy_matrix_row(const Matrix& from, int64_t from_row, Matrix& to, int64_t to_row) {
-  const int64_t bytes = row_bytes(from.dtype, from.cols);
+  const int64_t bytes = epx::row_bytes(from.dtype, from.cols);
   std::copy_n(from.bytes.begin() + from_row * bytes, bytes, to.bytes.begin() + to_row * bytes);
 }
 

@@ -380,6 +380,34 @@ TEST_CASE("nodes: rank-major calls are refused in groups of several, with the by
   }
 }
 
+TEST_CASE("nodes: a row format is refused on GPUs of several, between which rows travel as they are") {
+  for (const int ranks_per_node : node_sizes()) {
+    on_every_rank([&](const RankContext& context) {
+      Case c = base_case();
+      c.group.ranks_per_node = ranks_per_node;
+      GroupRun group(context, c.group);
+      if (num_nodes(c.group) > 1 && context.device->transport() != EPX_TRANSPORT_HOST) {
+        epx_row_format format;
+        check_status(epx_row_format_init(&format, EPX_SCALING_MX), EPX_SUCCESS, "epx_row_format_init");
+        epx_dispatch_args args{};
+        args.struct_size = sizeof(args);
+        args.layer = {3, 1};
+        check_status(epx_handle_mem_size(group.handle(), &args.layer, &args.handle_mem_bytes), EPX_SUCCESS,
+                     "epx_handle_mem_size");
+        alignas(16) std::byte unread[16];
+        args.handle_mem = unread; // the call is refused before it looks
+        args.format = &format;
+        check_status(epx_dispatch(group.handle(), &args), EPX_ERROR_UNSUPPORTED, "epx_dispatch");
+        const std::string sentence = epx_last_error();
+        for (const std::string& part : {std::string("row format"), std::to_string(num_nodes(c.group)) + " nodes"})
+          check(contains(sentence, part), "the sentence \"{}\" has no \"{}\"", sentence, part);
+      }
+      LayerRun layer(group, c.layer, Placement::random, c.seed); // the group lives on
+      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
+    });
+  }
+}
+
 TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide the group's is refused on every rank") {
   on_every_rank([](const RankContext& context) {
     const int num_ranks = context.num_ranks;
