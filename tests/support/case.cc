@@ -285,7 +285,7 @@ bool fits(const GroupCase& group, const FormatCase& format) {
 
 namespace {
 
-std::string describe(const FormatCase& format) {
+std::string describe_format(const FormatCase& format) {
   constexpr const char* kWays[] = {"none", "copied", "given", "at-source", "on-wire"};
   return fmt::format("{}/{}/{}/{}/floor:{:g}/layouts:{},{}/encode:{}", kWays[static_cast<int>(format.way)],
                      name_of(format.scaling), name_of(format.dtype), name_of(format.scales), format.amax_floor,
@@ -320,8 +320,8 @@ std::string describe(const Case& c) {
       kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad, kPrecision[g.precision],
       g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
       l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
-      describe(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe(l.rank_major_format), c.iterations,
-      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+      describe_format(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe_format(l.rank_major_format),
+      c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

@@ -16,7 +16,7 @@ int64_t rounded_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-Tensor describe(const reference::ReceivedScales& scales, void* data) {
+Tensor scales_tensor(const reference::ReceivedScales& scales, void* data) {
   const int64_t rows = scales.rows, count = scales.num_scales, ld = rounded_up(rows, 4);
   switch (scales.layout) {
   case EPX_SCALES_ROWS:
@@ -81,7 +81,7 @@ RowFormat format_of(CallBuffers& buffers, const FormatData& data, size_t rank) {
     const reference::ReceivedScales& scales = data.recv_scales[rank];
     format.scale_layout = scales.layout;
     const epx_dtype dtype = scales.layout == EPX_SCALES_PACKED ? EPX_INT32 : scales.dtype;
-    format.recv_scales = describe(
+    format.recv_scales = scales_tensor(
         scales, buffers.output("recv_scales", scales.bytes.size(), static_cast<size_t>(single_element_bytes(dtype))));
   }
   if (!data.recv_row_scales.empty()) {

@@ -16,7 +16,6 @@
 
 namespace {
 
-using epx::reference::FormatTensors;
 using epx::reference::Matrix;
 using epx::reference::QuantisedRows;
 using epx::reference::ReceivedScales;
@@ -217,7 +216,8 @@ TEST_CASE("row formats: where each layout has the scales of a row") {
     ReceivedScales received{layout.layout, layout.dtype, kRows, kScales, {}};
     CHECK(epx::reference::bytes_of(received) == layout.bytes);
     received.bytes.assign(static_cast<size_t>(layout.bytes), std::byte{0xA5});
-    const FormatTensors formats{{EPX_SCALING_MX, EPX_FLOAT8_E4M3, layout.dtype}, {&sent, 1}, {}, {}, {&received, 1}, {}};
+    const epx::reference::FormatTensors formats{
+        {EPX_SCALING_MX, EPX_FLOAT8_E4M3, layout.dtype}, {&sent, 1}, {}, {}, {&received, 1}, {}};
     const Matrix rows{EPX_FLOAT8_E4M3, 1, 160, std::vector<std::byte>(160)};
     const epx::reference::Arrivals arrivals({&rows, 1}, &formats);
     arrivals.put_scales(0, 0, 0, kRow);
@@ -240,7 +240,7 @@ TEST_CASE("row formats: dispatch zeroes the rows and scales of pads, or leaves b
     Matrix received{EPX_FLOAT4_E2M1, 3, 2, std::vector<std::byte>(3, std::byte{0xA5})};
     ReceivedScales scales{EPX_SCALES_PACKED, EPX_FLOAT8_E4M3, 3, 1, std::vector<std::byte>(16, std::byte{0xA5})};
     std::vector<float> row_scales(3, 9.0F);
-    const FormatTensors formats{kNv, {}, {}, {}, {&scales, 1}, {&row_scales, 1}};
+    const epx::reference::FormatTensors formats{kNv, {}, {}, {}, {&scales, 1}, {&row_scales, 1}};
     epx::reference::dispatch(plan, {{&token, 1}, {}, {}, {&received, 1}, {}, {}, pads_untouched, &formats});
     CHECK(codes_of(received.bytes) == Codes{0x67, pad, 0xA5});
     CHECK(codes_of(scales.bytes) ==
@@ -248,7 +248,7 @@ TEST_CASE("row formats: dispatch zeroes the rows and scales of pads, or leaves b
     CHECK(row_scales == Values{1.0F / 448.0F, pads_untouched ? 9.0F : 0.0F, 9.0F});
   }
   Matrix received = one_row({9.0F, 9.0F});
-  const FormatTensors wire{kNv, {}, {}, {}, {}, {}};
+  const epx::reference::FormatTensors wire{kNv, {}, {}, {}, {}, {}};
   epx::reference::dispatch(plan, {{&token, 1}, {}, {}, {&received, 1}, {}, {}, false, &wire});
   const float scale = 448.0F * (1.0F / 448.0F);
   CHECK(floats_of(received) == Values{6.0F * scale, 4.0F * scale});

@@ -22,7 +22,7 @@ namespace {
 namespace formats = epx::formats;
 using epx::WireFormat;
 
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kQuietNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // Magnitudes of the codes from 0 on, without NaN and infinity.
@@ -203,7 +203,7 @@ float expected_element(const WireFormat& format, const QuantisedRow& row, int64_
   if (format.scales == EPX_FLOAT32)
     std::memcpy(&scale, &row.scales[4 * block], sizeof(scale));
   else if (format.scales == EPX_FLOAT8_E8M0)
-    scale = row.scales[block] == std::byte{255} ? kNan : std::ldexp(1.0f, static_cast<int>(row.scales[block]) - 127);
+    scale = row.scales[block] == std::byte{255} ? kQuietNan : std::ldexp(1.0f, static_cast<int>(row.scales[block]) - 127);
   else
     scale = formats::decode<formats::E4M3>(static_cast<uint32_t>(row.scales[block])) * row.row_scale;
   if (format.elements == EPX_FLOAT4_E2M1) return formats::decode<formats::E2M1>(code >> (i % 2 * 4) & 0xf) * scale;
@@ -217,8 +217,8 @@ void check_row(const epx::reference::Matrix& row, const float* encode_scale = nu
   std::vector<float> values;
   for (int64_t c = 0; c < hidden; ++c)
     values.push_back(epx::reference::load(row, 0, c));
-  for (const auto& [format_name, row_format] : kQuantisedFormats) {
-    const WireFormat& format = row_format;
+  for (const NamedFormat& named : kQuantisedFormats) {
+    const WireFormat& format = named.format;
     if (format.scaling == EPX_SCALING_NV && hidden % 2 != 0) continue;
     const QuantisedRow expected = expected_quantised(format, values, encode_scale);
     epx::reference::Matrix expected_back = row;
@@ -227,7 +227,7 @@ void check_row(const epx::reference::Matrix& row, const float* encode_scale = nu
     for (int index = 0; index < epx::rows::num_row_kernels(); ++index) {
       const epx::rows::RowKernels& kernels = epx::rows::row_kernels(index);
       CAPTURE(kernels.instruction_set);
-      CAPTURE(format_name);
+      CAPTURE(named.name);
       CAPTURE(hidden);
       QuantisedRow actual(format, hidden);
       kernels.quantise(format, row.dtype, row.bytes.data(), hidden, encode_scale, actual.elements.data(),
@@ -273,7 +273,7 @@ TEST_CASE("E8M0 has all its bytes, and takes the power of two that is not below"
   CHECK(formats::encode_e8m0_up(0.0f) == 0);
   CHECK(formats::encode_normal_e8m0_up(0.0f) == 1);
   CHECK(std::isnan(formats::decode_e8m0(255)));
-  CHECK(formats::encode_e8m0_up(kNan) == 255);
+  CHECK(formats::encode_e8m0_up(kQuietNan) == 255);
 }
 
 TEST_CASE("the scales of a block are those of epx.h") {
@@ -339,19 +339,19 @@ TEST_CASE("rows of every length and of special blocks are quantised as epx.h say
     for (size_t i = 0; i < values.size(); i += 3)
       values[i] = -magnitude;
     check_row(row_of(EPX_FLOAT32, values));
-    for (const float special : {kNan, -kNan, kInfinity, -kInfinity}) {
+    for (const float special : {kQuietNan, -kQuietNan, kInfinity, -kInfinity}) {
       std::vector<float> with_special = values;
       with_special[1] = with_special[140] = with_special[299] = special;
       check_row(row_of(EPX_FLOAT32, with_special));
     }
   }
-  for (const float special : {kNan, kInfinity, -kInfinity})
+  for (const float special : {kQuietNan, kInfinity, -kInfinity})
     check_row(row_of(EPX_BFLOAT16, std::vector<float>(256, special)));
 }
 
 TEST_CASE("every code and every E8M0 scale is dequantised as epx.h says") {
-  for (const auto& [format_name, row_format] : kQuantisedFormats) {
-    const WireFormat& format = row_format;
+  for (const NamedFormat& named : kQuantisedFormats) {
+    const WireFormat& format = named.format;
     const int64_t hidden = 256 * format.block();
     QuantisedRow row(format, hidden);
     row.row_scale = 0.3f;
@@ -367,7 +367,7 @@ TEST_CASE("every code and every E8M0 scale is dequantised as epx.h says") {
       for (int index = 0; index < epx::rows::num_row_kernels(); ++index) {
         const epx::rows::RowKernels& kernels = epx::rows::row_kernels(index);
         CAPTURE(kernels.instruction_set);
-        CAPTURE(format_name);
+        CAPTURE(named.name);
         CAPTURE(dtype);
         epx::reference::Matrix actual = expected;
         std::fill(actual.bytes.begin(), actual.bytes.end(), std::byte{0xa5});
