@@ -670,7 +670,7 @@ typedef enum epx_scale_layout EPX_ENUM_INT32 {
 /** The format in which the rows of a call travel. Ranks agree on scaling, dtype, amax_floor and the dtype of scales, and so
  * on the way, since they agree on the dtypes of tokens and recv_tokens. */
 typedef struct epx_row_format {
-  size_t struct_size; /**< set by epx_row_format_init; the same in every version */
+  size_t struct_size;                /**< set by epx_row_format_init; the same in every version */
   epx_scaling scaling;               /**< of rows on the wire; not NONE */
   epx_dtype dtype;                   /**< of the elements that travel: see the scalings */
   float amax_floor;                  /**< of BLOCK128 and BLOCK128_POW2, >= 0 and finite; 0 in the others */
