@@ -252,6 +252,7 @@ TEST_CASE("row formats that differ between ranks are reported with the ranks and
     terms.amax_floor = 0.25F;
     disagree_on(
         operation, [](CallFields& others) { others.amax_floor = 0.5F; }, {"amax_floor", "0.25", "0.5"}, terms);
+    terms.amax_floor = 0.0F;
     disagree_on(
         operation, [](CallFields& others) { others.scales = EPX_FLOAT32; }, // b, not c
         {"dtype", "receive", "float32", "float8_e4m3"}, terms);
