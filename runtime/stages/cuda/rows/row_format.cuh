@@ -22,7 +22,7 @@ namespace epx::cuda {
 // The row itself.
 class PlainRows {
 public:
-  __device__ PlainRows() = default;
+  PlainRows() = default;
   __device__ explicit PlainRows(const MovementCall& /*call*/) {}
 
   // The row travels as the receive tensor has it, so that a sender may store it there.
