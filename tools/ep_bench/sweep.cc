@@ -101,10 +101,11 @@ std::vector<PointResult> run_sweep(const Sweep& sweep, const Peers& peers, const
     progress.end(point.error);
     const bool is_last = &point == &points.back();
     if (is_last) progress.finish();
+    const Failure unwritten = attempt([&] { after_point(points, is_last); });
     try {
-      peers.together([&] { after_point(points, is_last); });
-    } catch (const AgreedError& error) { // perhaps a signal that came while the file was written
-      if (!is_last && error.exit_code() > kExitSignal) after_point(points, true);
+      peers.agree(unwritten);
+    } catch (const std::exception&) { // perhaps a signal, or the loss of a rank, while the file was written
+      if (!is_last && unwritten.exit_code == 0) after_point(points, true);
       throw;
     }
   }
