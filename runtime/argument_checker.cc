@@ -110,6 +110,7 @@ void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Ty
     switch (type) {
     case Type::rows:
     case Type::like_rows:
+    case Type::wide_rows:
     case Type::sent_rows:
     case Type::received_rows:
       return row_dtypes(type);
@@ -148,6 +149,7 @@ std::span<const epx_dtype> ArgumentChecker::row_dtypes(Type type) {
   constexpr size_t kSummed = 3;
   switch (type) {
   case Type::rows:
+  case Type::wide_rows:
     return {kRows, kSummed};
   case Type::sent_rows:
     if (format_ == nullptr) return kRows;

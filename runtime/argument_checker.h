@@ -36,8 +36,22 @@ constexpr std::array<const char*, 18> kDimNames = {"T",           "N",
                                                    "ceil(S / 4)", "ceil(N / 128)"};
 
 // The dtypes of tensors. like_rows and like_counts: that of the tensor of `rows` or `counts` before it. sent_rows and
-// received_rows: those of a scatter, whose format decides which it may be.
-enum class Type { rows, like_rows, sent_rows, received_rows, scales, indices, counts, like_counts, float32, int32, int64 };
+// received_rows: those of a scatter, whose format decides which it may be. wide_rows: rows that are computed with, of a dtype of
+// their own.
+enum class Type {
+  rows,
+  like_rows,
+  wide_rows,
+  sent_rows,
+  received_rows,
+  scales,
+  indices,
+  counts,
+  like_counts,
+  float32,
+  int32,
+  int64
+};
 
 enum class Direction { in, out };
 

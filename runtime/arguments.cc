@@ -106,13 +106,24 @@ CombineCall check(const GroupContext& context, const epx_combine_args& args) {
 CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& args) {
   ArgumentChecker checker(context, args, Direction::in);
   CombineBwdCall call{};
-  call.grad_out = checker.in<const std::byte>("grad_out", args.grad_out, Type::rows, {Dim::T, Dim::H});
-  call.grad_expert_out = checker.out<std::byte>("grad_expert_out", args.grad_expert_out, Type::like_rows, {Dim::N, Dim::H});
+  checker.format(args.format);
+  call.grad_out = checker.in<const std::byte>("grad_out", args.grad_out,
+                                              args.format == nullptr ? Type::rows : Type::sent_rows, {Dim::T, Dim::H});
+  call.grad_expert_out =
+      checker.out<std::byte>("grad_expert_out", args.grad_expert_out, Type::received_rows, {Dim::N, Dim::H});
+  call.format_tensors = checker.format_tensors();
   checker.both_or_neither("expert_out", args.expert_out, "grad_recv_weights", args.grad_recv_weights);
-  call.expert_out = checker.optional_in<const std::byte>("expert_out", args.expert_out, Type::like_rows, {Dim::N, Dim::H});
+  call.expert_out = checker.optional_in<const std::byte>(
+      "expert_out", args.expert_out, args.format == nullptr ? Type::like_rows : Type::wide_rows, {Dim::N, Dim::H});
+  if (args.expert_out != nullptr) call.expert_dtype = args.expert_out->dtype;
   call.grad_recv_weights =
       checker.optional_out<float>("grad_recv_weights", args.grad_recv_weights, Type::float32, {Dim::N});
   call.recv_weights = checker.optional_in<const float>("recv_weights", args.recv_weights, Type::float32, {Dim::N});
+  if (call.recv_weights != nullptr && call.format_tensors.recv_scales != nullptr &&
+      args.format->scaling != EPX_SCALING_BLOCK128)
+    checker.refuse("recv_weights is given, and rows arrive quantised with scaling {}, whose scales take no weights: use "
+                   "scaling block128, or weigh early, where the experts compute, and pass NULL",
+                   name_of(args.format->scaling));
   return finish(checker, call);
 }
 
@@ -175,10 +186,13 @@ CombineCall check(const GroupContext& context, const epx_combine_rank_major_args
 CombineBwdCall check(const GroupContext& context, const epx_combine_rank_major_bwd_args& args) {
   ArgumentChecker checker(context, args, Direction::in, true);
   CombineBwdCall call{};
-  call.grad_out = checker.in<const std::byte>("grad_out", args.grad_out, Type::rows, {Dim::T, Dim::H});
+  checker.format(args.format);
+  call.grad_out = checker.in<const std::byte>("grad_out", args.grad_out,
+                                              args.format == nullptr ? Type::rows : Type::sent_rows, {Dim::T, Dim::H});
   call.grad_expert_out =
-      checker.out<std::byte>("grad_expert_out", args.grad_expert_out, Type::like_rows, {Dim::P, Dim::M, Dim::H});
+      checker.out<std::byte>("grad_expert_out", args.grad_expert_out, Type::received_rows, {Dim::P, Dim::M, Dim::H});
   checker.rank_major_staging();
+  call.format_tensors = checker.format_tensors();
   return finish(checker, call);
 }
 

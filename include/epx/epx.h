@@ -609,8 +609,9 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 
 /** @defgroup formats Row formats
  *
- * dispatch can carry rows in 8 or 4 bits with their scales. Without a format rows of any of these dtypes are copied. With one
- * there are three ways, which follow from the dtypes of a call:
+ * dispatch and combine_bwd can carry rows in 8 or 4 bits with their scales. Without a format dispatch copies rows of any of
+ * these dtypes. With one there are three ways, which follow from the dtypes of a call. In combine_bwd grad_out is what tokens
+ * is in dispatch, and grad_expert_out what recv_tokens is:
  *
  *      tokens          recv_tokens     recv_scales  what happens
  *   a  quantised       the same dtype  given        rows and scales arrive as they are
@@ -640,6 +641,11 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  *
  * The bits are those of DeepGEMM (BLOCK128), and of TransformerEngine (MX; NV with the row in the place of its tensor), on
  * finite input. Where MX's b is 0, some versions of TransformerEngine multiply by 1.
+ *
+ * combine_bwd multiplies by a weight w where rows land. In a and b, BLOCK128 alone takes weights: the elements stay, and each
+ * scale becomes s * w, rounded. The other scalings refuse them (INVALID_ARGUMENT): weigh early, where the experts compute. In
+ * c an element becomes (q * s) * w, each product rounded to float32, and then to the receive dtype. The weights' gradients
+ * take the elements of grad_out as q * s in float32, without w.
  *
  * Groups of several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
  * @{ */
@@ -833,17 +839,20 @@ typedef struct epx_combine_bwd_args {
   const void* handle_mem;
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor* grad_out;          /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16 */
-  const epx_tensor* expert_out;        /**< [in]  [N, H], dtype of grad_out, iff grad_recv_weights is wanted */
+  const epx_tensor* grad_out;          /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; with a format also quantised */
+  const epx_tensor* expert_out;        /**< [in]  [N, H], dtype of grad_out, or with a format any of the three that are
+                                        * wide; iff grad_recv_weights is wanted */
   const epx_tensor* recv_weights;      /**< [in, optional] [N] FLOAT32, as in combine */
-  const epx_tensor* grad_expert_out;   /**< [out] [N, H], dtype of grad_out */
+  const epx_tensor* grad_expert_out;   /**< [out] [N, H], dtype of grad_out or of format */
   const epx_tensor* grad_recv_weights; /**< [out, optional] [N] FLOAT32 */
+  /* After 0.1: */
+  const epx_row_format* format; /**< [optional] in which the rows travel; NULL: as they are */
 } epx_combine_bwd_args;
 
 /** For slot s of (r, t, k): grad_expert_out[s] = recv_weights[s] * grad_out_r[t], rounded to float32 and then to the
  * dtype (without weights: a copy). Besides, grad_recv_weights[s] = <grad_out_r[t], expert_out[s]>. It is summed as acc[h
  * mod 256] = fma(g[h], x[h], acc[h mod 256]) with h ascending, then by adding adjacent pairs until one is left. Pad rows
- * become zero. Rows at or above offsets[E_l] are not touched. */
+ * become zero, with their scales. Rows at or above offsets[E_l] are not touched. What a format changes is said there. */
 EPX_API epx_status epx_combine_bwd(epx_group group, const epx_combine_bwd_args* args);
 
 /** Arguments of epx_dispatch_bwd(). */
@@ -943,12 +952,13 @@ typedef struct epx_combine_rank_major_bwd_args {
   const void* handle_mem;
   size_t handle_mem_bytes;
   epx_stream stream;
-  const epx_tensor* grad_out;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16 */
-  const epx_tensor* grad_expert_out; /**< [out] [P, M, H], dtype of grad_out */
+  const epx_tensor* grad_out;        /**< [in]  [T, H] FLOAT32, FLOAT16 or BFLOAT16; with a format also quantised */
+  const epx_tensor* grad_expert_out; /**< [out] [P, M, H], dtype of grad_out or of format */
+  const epx_row_format* format;      /**< [optional] in which the rows travel; NULL: as they are */
 } epx_combine_rank_major_bwd_args;
 
-/** grad_expert_out[r, i] = grad_out_r[t] for kept row i of r, which is token t, bit for bit. The rows of a rank that took
- * part without routes become zero. Rows at or beyond counts are not touched. */
+/** grad_expert_out[r, i] = grad_out_r[t] for kept row i of r, which is token t, bit for bit or as the format says. The rows
+ * of a rank that took part without routes become zero, with their scales. Rows at or beyond counts are not touched. */
 EPX_API epx_status epx_combine_rank_major_bwd(epx_group group, const epx_combine_rank_major_bwd_args* args);
 
 /** Arguments of epx_dispatch_rank_major_bwd(). The smallest struct_size is 72. */

@@ -475,6 +475,7 @@ struct CombineBwdArgs {
   ConstTensor recv_weights = {}; // optional
   Tensor grad_expert_out = {};
   Tensor grad_recv_weights = {}; // optional
+  RowFormat format = {};         // optional
 };
 
 struct DispatchBwdArgs {
@@ -516,6 +517,7 @@ struct CombineRankMajorBwdArgs {
   epx_stream stream = nullptr;
   ConstTensor grad_out = {};
   Tensor grad_expert_out = {};
+  RowFormat format = {}; // optional
 };
 
 struct DispatchRankMajorBwdArgs {
@@ -694,6 +696,8 @@ public:
     call.recv_weights = args.recv_weights.get();
     call.grad_expert_out = args.grad_expert_out.get();
     call.grad_recv_weights = args.grad_recv_weights.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_combine_bwd(group_, &call), "epx_combine_bwd");
   }
 
@@ -731,6 +735,8 @@ public:
     auto call = c_args<epx_combine_rank_major_bwd_args>(args);
     call.grad_out = args.grad_out.get();
     call.grad_expert_out = args.grad_expert_out.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_combine_rank_major_bwd(group_, &call), "epx_combine_rank_major_bwd");
   }
 

@@ -288,11 +288,11 @@ CALLS = {
         ("dispatch", _ROWS, _MORE),
         ("prepare_dispatch", f"{_PLAN} {_ROWS}", _MORE),
         ("combine", "expert_out recv_weights out"),
-        ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights"),
+        ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights", _FORMAT),
         ("dispatch_bwd", _GRADS),
         ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts", _FORMAT),
         ("combine_rank_major", "expert_out out"),
-        ("combine_rank_major_bwd", "grad_out grad_expert_out"),
+        ("combine_rank_major_bwd", "grad_out grad_expert_out", _FORMAT),
         ("dispatch_rank_major_bwd", _GRADS),
     )
 }

@@ -328,18 +328,22 @@ Arrivals::Arrivals(std::span<const Matrix> tokens, const FormatTensors* formats)
   if (is_quantised) {
     scales_.assign(formats_->scales.begin(), formats_->scales.end());
     row_scales_.assign(formats_->row_scales.begin(), formats_->row_scales.end());
+    for (size_t rank = 0; rank < num_ranks; ++rank)
+      values_.push_back(dequantise(
+          formats_->format, {tokens[rank], scales_[rank], is_nv ? row_scales_[rank] : std::vector<float>{}}, EPX_FLOAT32));
     return;
   }
   for (size_t rank = 0; rank < num_ranks; ++rank) {
     QuantisedRows rows = quantise(formats_->format, tokens[rank],
                                   formats_->encode_scales.empty() ? std::nullopt : formats_->encode_scales[rank]);
+    values_.push_back(dequantise(formats_->format, rows, EPX_FLOAT32));
     rows_.push_back(arrives_quantised ? std::move(rows.elements) : dequantise(formats_->format, rows, tokens[rank].dtype));
     scales_.push_back(std::move(rows.scales));
     row_scales_.push_back(std::move(rows.row_scales));
   }
 }
 
-void Arrivals::put_scales(size_t source, int64_t token, size_t receiver, int64_t row) const {
+void Arrivals::put_scales(size_t source, int64_t token, size_t receiver, int64_t row, std::optional<float> weight) const {
   if (!has_scales()) return;
   zero_scales(receiver, row); // the fill
   const Matrix& from = scales_[source];
@@ -348,6 +352,12 @@ void Arrivals::put_scales(size_t source, int64_t token, size_t receiver, int64_t
   for (int64_t i = 0; i < to.num_scales; ++i)
     std::memcpy(&to.bytes[offset_of(to, row, i)], &from.bytes[(token * to.num_scales + i) * scale_bytes], scale_bytes);
   if (!formats_->recv_row_scales.empty()) formats_->recv_row_scales[receiver][row] = row_scales_[source][token];
+  if (!weight) return;
+  require_format(formats_->format.scaling == EPX_SCALING_BLOCK128, "only the scales of BLOCK128 take weights");
+  for (int64_t i = 0; i < to.num_scales; ++i) {
+    float scale = load(from, token, i) * *weight;
+    std::memcpy(&to.bytes[offset_of(to, row, i)], &scale, sizeof(scale));
+  }
 }
 
 void Arrivals::zero_scales(size_t receiver, int64_t row) const {

@@ -54,16 +54,18 @@ struct FormatTensors {
   std::span<std::vector<float>> recv_row_scales;       // a and b, NV: [N]
 };
 
-// What a dispatch brings to its receivers.
+// What a dispatch, or a combine_bwd, brings to its receivers.
 class Arrivals {
 public:
   // `formats` NULL: the tokens as they are.
   Arrivals(std::span<const Matrix> tokens, const FormatTensors* formats);
 
   std::span<const Matrix> rows() const { return rows_.empty() ? tokens_ : std::span<const Matrix>(rows_); } // [T, H]
-  // The scales of a token of `source` go to a row of `receiver`, and those of a row become zero. Where no scales arrive, both
-  // do nothing.
-  void put_scales(size_t source, int64_t token, size_t receiver, int64_t row) const;
+  // With a format, what the elements stand for: FLOAT32 [T, H].
+  const Matrix& values(size_t source) const { return values_[source]; }
+  // The scales of a token of `source` go to a row of `receiver`, times the weight if there is one, and those of a row become
+  // zero. Where no scales arrive, both do nothing.
+  void put_scales(size_t source, int64_t token, size_t receiver, int64_t row, std::optional<float> weight = {}) const;
   void zero_scales(size_t receiver, int64_t row) const;
 
 private:
@@ -72,6 +74,7 @@ private:
   std::span<const Matrix> tokens_;
   const FormatTensors* formats_;
   std::vector<Matrix> rows_; // if they are not the tokens
+  std::vector<Matrix> values_;
   std::vector<Matrix> scales_;
   std::vector<std::vector<float>> row_scales_;
 };

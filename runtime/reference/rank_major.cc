@@ -147,15 +147,18 @@ void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> exper
   sum_rows(plan, expert_out, out);
 }
 
-void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> grad_out,
-                            std::span<Matrix> grad_expert_out) {
-  require_shapes(plan, grad_out, grad_expert_out);
+void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> grad_out, std::span<Matrix> grad_expert_out,
+                            const FormatTensors* formats) {
+  const Arrivals arrivals(grad_out, formats);
+  require_shapes(plan, arrivals.rows(), grad_expert_out);
   for_each_row(plan, [&](size_t receiver, size_t source, int64_t token, int64_t row) {
     if (token >= 0) {
-      copy_matrix_row(grad_out[source], token, grad_expert_out[receiver], row);
+      copy_matrix_row(arrivals.rows()[source], token, grad_expert_out[receiver], row);
+      arrivals.put_scales(source, token, receiver, row);
       return;
     }
-    const int64_t bytes = grad_expert_out[receiver].cols * element_size(grad_expert_out[receiver].dtype);
+    arrivals.zero_scales(receiver, row);
+    const int64_t bytes = epx::row_bytes(grad_expert_out[receiver].dtype, grad_expert_out[receiver].cols);
     std::fill_n(grad_expert_out[receiver].bytes.begin() + row * bytes, bytes, std::byte{0});
   });
 }

@@ -50,7 +50,9 @@ void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTenso
 void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> expert_out, std::span<Matrix> out);
 
 // grad_out: [T, H]; grad_expert_out: [P * M, H].
-void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> grad_out, std::span<Matrix> grad_expert_out);
+// `formats` NULL: rows travel as they are.
+void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> grad_out, std::span<Matrix> grad_expert_out,
+                            const FormatTensors* formats = nullptr);
 
 struct RankMajorDispatchBwdTensors {
   std::span<const Matrix> grad_recv;                     // [P * M, H]

@@ -409,11 +409,14 @@ void combine(const Plan& plan, const CombineTensors& tensors) {
 void combine_bwd(const Plan& plan, const CombineBwdTensors& tensors) {
   const bool with_weights = !tensors.recv_weights.empty();
   const bool wants_weight_grads = !tensors.grad_recv_weights.empty();
-  require_matrices(plan, tensors.grad_out, tensors.grad_expert_out);
+  const Arrivals arrivals(tensors.grad_out, tensors.formats);
+  const bool is_plain = tensors.formats == nullptr;
+  const bool arrives_quantised = !is_plain && !tensors.formats->recv_scales.empty();
+  require_matrices(plan, arrivals.rows(), tensors.grad_expert_out);
   require_weights(tensors.recv_weights, tensors.grad_expert_out, 1);
   require_weights(tensors.grad_recv_weights, tensors.grad_expert_out, 1);
   if (wants_weight_grads) {
-    require_matrices(plan, tensors.grad_out, tensors.expert_out);
+    if (is_plain) require_matrices(plan, tensors.grad_out, tensors.expert_out);
     require_weights(tensors.grad_recv_weights, tensors.expert_out, 1); // the same N
   }
   for (size_t r = 0; r < plan.ranks.size(); ++r) {
@@ -422,16 +425,18 @@ void combine_bwd(const Plan& plan, const CombineBwdTensors& tensors) {
       const std::optional<Route> route = route_in(plan.ranks[r], slot);
       if (!route) {
         zero_row(row_of(grad, slot));
+        arrivals.zero_scales(r, slot);
         if (wants_weight_grads) tensors.grad_recv_weights[r][slot] = 0.0F;
         continue;
       }
-      const Matrix& grad_out = tensors.grad_out[route->source];
-      if (with_weights) {
-        const float weight = tensors.recv_weights[r][slot];
+      const Matrix& grad_out = is_plain ? tensors.grad_out[route->source] : arrivals.values(route->source);
+      const std::optional<float> weight = with_weights ? std::optional(tensors.recv_weights[r][slot]) : std::nullopt;
+      if (weight && !arrives_quantised) {
         for (int64_t h = 0; h < grad.cols; ++h)
-          store(grad, slot, h, weight * load(grad_out, route->token, h));
+          store(grad, slot, h, *weight * load(grad_out, route->token, h));
       } else {
-        copy_row(row_of(grad_out, route->token), row_of(grad, slot));
+        copy_row(row_of(arrivals.rows()[route->source], route->token), row_of(grad, slot));
+        arrivals.put_scales(route->source, route->token, r, slot, weight);
       }
       if (wants_weight_grads) {
         tensors.grad_recv_weights[r][slot] = dot(grad_out, route->token, tensors.expert_out[r], slot);

@@ -99,6 +99,7 @@ struct CombineBwdTensors {
   std::span<const std::vector<float>> recv_weights; // [N]
   std::span<Matrix> grad_expert_out;                // [N, H]
   std::span<std::vector<float>> grad_recv_weights;  // [N]
+  const FormatTensors* formats = nullptr;           // NULL: rows travel as they are
 };
 void combine_bwd(const Plan& plan, const CombineBwdTensors& tensors);
 

@@ -128,6 +128,8 @@ struct CombineBwdCall : MovementCall {
   const float* recv_weights;   // [N]; may be NULL
   std::byte* grad_expert_out;  // [N, H]
   float* grad_recv_weights;    // [N]; may be NULL
+  epx_dtype expert_dtype;      // of expert_out; grad_out's, unless the call has a format
+  FormatTensors format_tensors;
 
   constexpr int32_t passed_weights() const {
     return (recv_weights != nullptr ? 1 : 0) | (grad_recv_weights != nullptr ? 2 : 0);

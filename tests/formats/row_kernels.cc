@@ -40,6 +40,6 @@ EPX_TEST_EXPORT void dequantise_rows(int index, const int32_t* format, int32_t o
   const auto dtype = static_cast<epx_dtype>(out);
   for (int64_t row = 0; row < num_rows; ++row)
     epx::rows::row_kernels(index).dequantise(wire, dtype, elements + row * wire.element_bytes(hidden),
-                                             scales + row * wire.scale_bytes(hidden), row_scales[row], hidden,
+                                             scales + row * wire.scale_bytes(hidden), row_scales[row], nullptr, hidden,
                                              rows + row * epx::row_bytes(dtype, hidden));
 }

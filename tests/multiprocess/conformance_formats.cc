@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// In these scenarios the rows of dispatch, prepare_dispatch and dispatch_rank_major have a format.
+// In these scenarios the rows of dispatch, prepare_dispatch, combine_bwd and their rank-major forms have a format.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -59,9 +59,14 @@ LayerCase layer_of(const FormatRow& row) {
   layer.format = layer.rank_major_format = row.format;
   for (epx_scale_layout& layout : layer.rank_major_format.layouts)
     if (layout == kTiles) layout = kRowwise; // there are no zones
-  layer.dtype = row.dtype;
-  layer.hidden = row.hidden;
-  layer.combine_hidden = 8; // of calls that are not made here
+  if (row.format.way != FormatWay::copied) {
+    layer.combine_bwd_format = layer.format;
+    layer.combine_rank_major_bwd_format = layer.rank_major_format;
+  }
+  layer.dtype = layer.combine_dtype = row.dtype;
+  layer.hidden = layer.combine_hidden = row.hidden;
+  layer.combine_bwd_weights = row.beside.weights;
+  layer.combine_bwd_grads = row.beside.rows != RecvRows::fewer;
   layer.alignment = row.alignment;
   layer.rows = row.beside.rows;
   layer.pads_untouched = row.beside.pads_untouched;
@@ -93,7 +98,11 @@ void run_formats(const GroupCase& group_case, std::span<const FormatRow> rows) {
         layer.prepare(works[i]);
         layer.dispatch(works[i]);
         layer.prepare_dispatch(works[i]);
-        if (num_nodes(group_case) == 1) layer.dispatch_rank_major(works[i]);
+        if (rows[i].format.way != FormatWay::copied) layer.combine_bwd(works[i]);
+        if (num_nodes(group_case) == 1) {
+          layer.dispatch_rank_major(works[i]);
+          if (rows[i].format.way != FormatWay::copied) layer.combine_rank_major_bwd(works[i]);
+        }
         group.check_status();
       } catch (const std::exception& error) {
         const Case described{.group = group_case, .layer = layers[i]};
@@ -226,6 +235,9 @@ TEST_CASE("row formats: in the slots of a rank without routes, rows and scales b
         if (group.rank() == 1) layer.use_foreign_handle(is_stale ? earlier : std::vector<std::byte>(earlier.size()));
         if (is_stale || group.rank() == 1) layer.expect_mismatch(!is_stale);
         layer.dispatch(spoiled);
+        group.check_status();
+        if (is_stale || group.rank() == 1) layer.expect_mismatch(!is_stale);
+        layer.combine_bwd(spoiled);
         group.check_status();
         layer.prepare_dispatch(good);
         group.check_status();

@@ -92,8 +92,11 @@ void give_format(Calls& c, Op op, const FormatCase& format) {
   given.dtype = format.dtype;
   given.amax_floor = format.amax_floor;
   c.dispatch.format = c.dispatch_rank_major.format = &given;
-  c.tokens.dtype = format.token_dtype(kDtype);
+  c.combine_bwd.format = c.combine_rank_major_bwd.format = &given;
+  c.tokens.dtype = c.grad_out.dtype = format.token_dtype(kDtype);
   c.recv_tokens.dtype = c.recv_rows.dtype = format.recv_dtype(kDtype);
+  c.grad_expert_out.dtype = c.grad_rows.dtype = format.recv_dtype(kDtype);
+  if (format.way != FormatWay::on_wire && format.scaling != EPX_SCALING_BLOCK128) c.combine_bwd.recv_weights = nullptr;
   const bool is_nv = format.scaling == EPX_SCALING_NV;
   if (format.way == FormatWay::given) {
     c.scales.dtype = format.scales;
@@ -101,7 +104,8 @@ void give_format(Calls& c, Op op, const FormatCase& format) {
     if (is_nv) given.row_scales = &c.row_scales;
   }
   if (format.way == FormatWay::on_wire) return;
-  const int64_t rows = op == Op::dispatch_rank_major ? kRanks * kRowsPerSource : c.recv_tokens.sizes[0];
+  const int64_t rows =
+      op == Op::dispatch_rank_major || op == Op::combine_rank_major_bwd ? kRanks * kRowsPerSource : c.recv_tokens.sizes[0];
   const int64_t ld = (rows + 3) / 4 * 4;
   given.scale_layout = format.layouts[0];
   c.recv_scales.dtype = format.scales;

@@ -74,8 +74,8 @@ struct Calls {
   epx_tensor scales{}, row_scales{}, encode_scale{}, recv_scales{}, recv_row_scales{};
 };
 
-// Gives a dispatch rows of a format, with the tensors that it needs. The scales of rows that come or arrive quantised are of
-// `format.scales`.
+// Gives a call rows of a format, with the tensors that it needs, and takes the weights from a combine_bwd whose scales take none.
+// The scales of rows that come or arrive quantised are of `format.scales`.
 void give_format(Calls& calls, Op op, const FormatCase& format);
 
 // Makes the arguments of prepare_dispatch those of prepare and dispatch.

@@ -139,7 +139,15 @@ inline void RefusalTable::add_too_many_rows(const std::string& name, epx_tensor 
   add("of 2^64 elements", 8);
 }
 
-// Adds those of a dispatch with a row format. `rows` are N, or P * M; recv_tokens are the call's.
-void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, epx_tensor Calls::*recv_tokens);
+// The rows of a call that may have a format.
+struct FormattedRows {
+  epx_tensor Calls::*sent;
+  std::string sent_name;
+  epx_tensor Calls::*received;
+  std::string received_name;
+};
+
+// Adds those of a call with a row format. `rows` are N, or P * M.
+void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, const FormattedRows& names);
 
 } // namespace epx::test

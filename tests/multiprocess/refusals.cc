@@ -108,7 +108,8 @@ void add_dispatch(std::vector<Refusal>& refusals, int num_tokens, int64_t num_ro
   table.add_tensor("tokens", &Calls::tokens);
   table.add_tensor("recv_tokens", &Calls::recv_tokens);
   table.add_stray_sidecar("topk_weights", &Calls::topk_weights);
-  add_format_refusals(table, Op::dispatch, num_tokens, num_rows, &Calls::recv_tokens);
+  add_format_refusals(table, Op::dispatch, num_tokens, num_rows,
+                      {&Calls::tokens, "tokens", &Calls::recv_tokens, "recv_tokens"});
 }
 
 void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
@@ -132,7 +133,7 @@ void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
   table.add_stray_sidecar("expert_out", &Calls::expert_out);
 }
 
-void add_combine_bwd(std::vector<Refusal>& refusals, int64_t num_rows) {
+void add_combine_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
   RefusalTable table(refusals, "combine_bwd", Op::combine_bwd);
   table.add("grad_out NULL", [](Calls& c) { c.combine_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
   table.add("grad_expert_out NULL", [](Calls& c) { c.combine_bwd.grad_expert_out = nullptr; }, {"grad_expert_out", "NULL"});
@@ -155,6 +156,8 @@ void add_combine_bwd(std::vector<Refusal>& refusals, int64_t num_rows) {
   table.add_tensor("grad_out", &Calls::grad_out);
   table.add_tensor("grad_expert_out", &Calls::grad_expert_out);
   table.add_stray_sidecar("grad_out", &Calls::grad_out);
+  add_format_refusals(table, Op::combine_bwd, num_tokens, num_rows,
+                      {&Calls::grad_out, "grad_out", &Calls::grad_expert_out, "grad_expert_out"});
 }
 
 void add_dispatch_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
@@ -231,7 +234,8 @@ void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
   table.add_tensor("recv_topk_idx", &Calls::recv_row_idx);
   table.add_tensor("counts", &Calls::source_counts);
   table.add_stray_sidecar("recv_topk_idx", &Calls::recv_row_idx);
-  add_format_refusals(table, Op::dispatch_rank_major, num_tokens, kRanks * kRowsPerSource, &Calls::recv_rows);
+  add_format_refusals(table, Op::dispatch_rank_major, num_tokens, kRanks * kRowsPerSource,
+                      {&Calls::tokens, "tokens", &Calls::recv_rows, "recv_tokens"});
 }
 
 void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) {
@@ -252,6 +256,8 @@ void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) 
   combine_bwd.add_other_dtype("grad_expert_out", &Calls::grad_rows);
   combine_bwd.add_overlap("grad_expert_out", &Calls::grad_rows, "grad_out", &Calls::grad_out);
   combine_bwd.add_tensor("grad_expert_out", &Calls::grad_rows);
+  add_format_refusals(combine_bwd, Op::combine_rank_major_bwd, num_tokens, kRanks * kRowsPerSource,
+                      {&Calls::grad_out, "grad_out", &Calls::grad_rows, "grad_expert_out"});
 
   RefusalTable dispatch_bwd(refusals, "dispatch_rank_major_bwd", Op::dispatch_rank_major_bwd);
   dispatch_bwd.add("grad_tokens NULL", [](Calls& c) { c.dispatch_rank_major_bwd.grad_tokens = nullptr; },
@@ -294,7 +300,7 @@ std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num
   add_dispatch(table, num_tokens, num_rows);
   add_prepare_dispatch(table, num_tokens, num_local_experts, num_rows);
   add_combine(table, num_rows);
-  add_combine_bwd(table, num_rows);
+  add_combine_bwd(table, num_tokens, num_rows);
   add_dispatch_bwd(table, num_tokens, num_rows);
   add_dispatch_rank_major(table, num_tokens);
   add_later_rank_major_calls(table, num_tokens);

@@ -28,11 +28,11 @@ constexpr FormatCase right_format(FormatWay way, epx_scaling scaling, epx_scale_
 
 constexpr FormatCase kRight = right_format(kAtSource, kBlock128);
 
-// Adds refusals of one dispatch with a format.
+// Adds refusals of one call with a format.
 class FormatTable {
 public:
-  FormatTable(RefusalTable& table, Op op, int num_tokens, int64_t rows, epx_tensor Calls::*recv_tokens)
-      : table_(table), op_(op), num_tokens_(num_tokens), rows_(rows), recv_tokens_(recv_tokens) {}
+  FormatTable(RefusalTable& table, Op op, int num_tokens, int64_t rows, FormattedRows names)
+      : table_(table), op_(op), num_tokens_(num_tokens), rows_(rows), names_(std::move(names)) {}
 
   void add_formats();
   void add_layouts();
@@ -41,8 +41,10 @@ public:
   void add_tensors();      // that are missing, or too many
   void add_memory();       // of tensors
   void add_plain_tokens(); // without a format
+  void add_weights();      // of combine_bwd
 
 private:
+  bool is_rank_major() const { return op_ == Op::dispatch_rank_major || op_ == Op::combine_rank_major_bwd; }
   // The call is right until `spoil`.
   void add(const std::string& name, const FormatCase& format, std::function<void(Calls&)> spoil,
            std::vector<std::string> words) {
@@ -69,7 +71,7 @@ private:
   Op op_;
   int num_tokens_;
   int64_t rows_;
-  epx_tensor Calls::*recv_tokens_;
+  FormattedRows names_;
 };
 
 void FormatTable::add_formats() {
@@ -117,7 +119,7 @@ void FormatTable::add_layouts() {
       [](Calls& c) { c.recv_scales.dtype = EPX_FLOAT8_E8M0; }, {"recv_scales", "float8_e8m0", "int32"});
   add("with tiles of float32", right_format(kAtSource, kBlock128, kTiles), [](Calls&) {},
       {"scale_layout", "tiles", "float32"});
-  if (op_ == Op::dispatch_rank_major) {
+  if (is_rank_major()) {
     add("with tiles without zones", right_format(kAtSource, kMx, kTiles), [](Calls&) {},
         {"scale_layout", "tiles", "rank-major"});
     return;
@@ -125,7 +127,7 @@ void FormatTable::add_layouts() {
   add("with tiles in zones of another alignment", right_format(kAtSource, kMx, kTiles), [](Calls&) {},
       {"scale_layout", "tiles", "alignment", text(kAlignment), "128"});
   add("with tiles without an alignment", right_format(kAtSource, kMx, kTiles), // 0 means 1
-      [](Calls& c) { c.prepare.layer.alignment = c.dispatch.layer.alignment = 0; },
+      [](Calls& c) { c.prepare.layer.alignment = c.dispatch.layer.alignment = c.combine_bwd.layer.alignment = 0; },
       {"scale_layout", "tiles", "alignment", "128"});
 }
 
@@ -134,7 +136,7 @@ void FormatTable::add_dtypes() {
   add_recv_scales(kPow2, EPX_BFLOAT16, {"bfloat16", "block128_pow2", "float32 or float8_e8m0"});
   add_recv_scales(kMx, EPX_FLOAT32, {"float32", "mx", "float8_e8m0"});
   add_recv_scales(kNv, EPX_FLOAT8_E8M0, {"float8_e8m0", "nv", "float8_e4m3"});
-  const auto tensor = recv_tokens_;
+  const auto sent = names_.sent, received = names_.received;
   add("with scales of another dtype", right_format(kGiven, kMx), [](Calls& c) { c.scales.dtype = EPX_FLOAT32; },
       {"format.scales", "float32", "float8_e8m0"});
   add("with scales of another dtype than arrive", right_format(kGiven, kPow2),
@@ -149,17 +151,18 @@ void FormatTable::add_dtypes() {
       {"format.encode_scale", "int32", "float32"});
 
   add("of other elements than the tokens", right_format(kGiven, kBlock128),
-      [=](Calls& c) { c.tokens.dtype = (c.*tensor).dtype = EPX_FLOAT8_E5M2; }, {"tokens", "float8_e5m2", "float8_e4m3"});
-  add("of other elements than the received rows", kRight, [=](Calls& c) { (c.*tensor).dtype = EPX_FLOAT8_E5M2; },
-      {"recv_tokens", "float8_e5m2", "float8_e4m3", "bfloat16"});
+      [=](Calls& c) { (c.*sent).dtype = (c.*received).dtype = EPX_FLOAT8_E5M2; },
+      {names_.sent_name, "float8_e5m2", "float8_e4m3"});
+  add("of other elements than the received rows", kRight, [=](Calls& c) { (c.*received).dtype = EPX_FLOAT8_E5M2; },
+      {names_.received_name, "float8_e5m2", "float8_e4m3", "bfloat16"});
   add("of rows that come quantised and arrive wide", right_format(kGiven, kMx),
-      [=](Calls& c) { (c.*tensor).dtype = EPX_BFLOAT16; }, {"recv_tokens", "bfloat16", "float8_e4m3"});
+      [=](Calls& c) { (c.*received).dtype = EPX_BFLOAT16; }, {names_.received_name, "bfloat16", "float8_e4m3"});
   add("of rows that arrive in another wide dtype", right_format(kOnWire, kMx),
-      [=](Calls& c) { (c.*tensor).dtype = EPX_FLOAT16; }, {"recv_tokens", "float16", "bfloat16"});
-  const int hidden_dimension = op_ == Op::dispatch ? 1 : 2;
+      [=](Calls& c) { (c.*received).dtype = EPX_FLOAT16; }, {names_.received_name, "float16", "bfloat16"});
+  const int hidden_dimension = is_rank_major() ? 2 : 1;
   for (const FormatCase& format : {right_format(kAtSource, kNv), right_format(kOnWire, kNv)})
     add("of two to a byte, and an odd H", format,
-        [=](Calls& c) { c.tokens.sizes[1] = (c.*tensor).sizes[hidden_dimension] = 7; }, {"H", "7", "even"});
+        [=](Calls& c) { (c.*sent).sizes[1] = (c.*received).sizes[hidden_dimension] = 7; }, {"H", "7", "even"});
 }
 
 void FormatTable::add_sizes() {
@@ -216,13 +219,13 @@ void FormatTable::add_tensors() {
 }
 
 void FormatTable::add_memory() {
-  const auto tensor = recv_tokens_;
-  add("with received scales in recv_tokens", kRight, [=](Calls& c) { c.recv_scales.data = (c.*tensor).data; },
-      {"recv_scales", "recv_tokens", "overlap"});
+  const auto sent = names_.sent, received = names_.received;
+  add("with received scales in recv_tokens", kRight, [=](Calls& c) { c.recv_scales.data = (c.*received).data; },
+      {"recv_scales", names_.received_name, "overlap"});
   add("with received scales in the scales", right_format(kGiven, kBlock128),
       [](Calls& c) { c.recv_scales.data = c.scales.data; }, {"recv_scales", "scales", "overlap"});
   add("with received row scales in the tokens", right_format(kAtSource, kNv),
-      [](Calls& c) { c.recv_row_scales.data = c.tokens.data; }, {"recv_row_scales", "tokens", "overlap"});
+      [=](Calls& c) { c.recv_row_scales.data = (c.*sent).data; }, {"recv_row_scales", names_.sent_name, "overlap"});
   add("with received scales that are misaligned", kRight,
       [](Calls& c) { c.recv_scales.data = one_byte_on(c.recv_scales.data); }, {"recv_scales", "align"});
   add("with scales without data", right_format(kGiven, kNv), [](Calls& c) { c.scales.data = nullptr; },
@@ -236,18 +239,30 @@ void FormatTable::add_memory() {
 }
 
 void FormatTable::add_plain_tokens() {
-  const auto tensor = recv_tokens_;
-  const int hidden_dimension = op_ == Op::dispatch ? 1 : 2;
-  table_.add("quantised tokens without a format, received wide", [](Calls& c) { c.tokens.dtype = EPX_FLOAT8_E4M3; },
-             {"recv_tokens", "bfloat16", "float8_e4m3"});
-  table_.add("tokens of scales", [=](Calls& c) { c.tokens.dtype = (c.*tensor).dtype = EPX_FLOAT8_E8M0; },
-             {"tokens", "float8_e8m0"});
+  const auto sent = names_.sent, received = names_.received;
+  const int hidden_dimension = is_rank_major() ? 2 : 1;
+  table_.add("quantised tokens without a format, received wide", [=](Calls& c) { (c.*sent).dtype = EPX_FLOAT8_E4M3; },
+             {names_.received_name, "bfloat16", "float8_e4m3"});
+  table_.add("tokens of scales", [=](Calls& c) { (c.*sent).dtype = (c.*received).dtype = EPX_FLOAT8_E8M0; },
+             {names_.sent_name, "float8_e8m0"});
   table_.add("tokens of two to a byte, and an odd H",
              [=](Calls& c) {
-               c.tokens.dtype = (c.*tensor).dtype = EPX_FLOAT4_E2M1;
-               c.tokens.sizes[1] = (c.*tensor).sizes[hidden_dimension] = 7;
+               (c.*sent).dtype = (c.*received).dtype = EPX_FLOAT4_E2M1;
+               (c.*sent).sizes[1] = (c.*received).sizes[hidden_dimension] = 7;
              },
-             {"tokens", "7", "even"});
+             {names_.sent_name, "7", "even"});
+}
+
+void FormatTable::add_weights() {
+  for (const FormatWay way : {kGiven, kAtSource})
+    for (const epx_scaling scaling : {kPow2, kMx, kNv}) {
+      const char* name = scaling == kPow2 ? "block128_pow2" : scaling == kMx ? "mx" : "nv";
+      add("whose scales take no weights", right_format(way, scaling),
+          [](Calls& c) { c.combine_bwd.recv_weights = &c.recv_weights; },
+          {"recv_weights", name, "block128", "weigh early"});
+    }
+  add("with expert_out that is quantised", kRight, [](Calls& c) { c.expert_out.dtype = EPX_FLOAT8_E4M3; },
+      {"expert_out", "float8_e4m3", "bfloat16"});
 }
 
 } // namespace
@@ -263,15 +278,16 @@ std::vector<FormatCase> right_formats(FormatWay way) {
   return formats;
 }
 
-void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, epx_tensor Calls::*recv_tokens) {
-  FormatTable formats(table, op, num_tokens, rows, recv_tokens);
+void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, const FormattedRows& names) {
+  FormatTable formats(table, op, num_tokens, rows, names);
   formats.add_formats();
   formats.add_layouts();
   formats.add_dtypes();
   formats.add_sizes();
   formats.add_tensors();
   formats.add_memory();
-  formats.add_plain_tokens();
+  if (op == Op::dispatch || op == Op::dispatch_rank_major) formats.add_plain_tokens();
+  if (op == Op::combine_bwd) formats.add_weights();
 }
 
 } // namespace epx::test

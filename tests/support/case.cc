@@ -126,8 +126,8 @@ void choose_tensors(LayerCase& layer, int hidden_dim, Rng& rng) {
                                RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none});
 }
 
-// Returns a format that the layer can have in a group with these limits, or none. `alignment` 0: of rank-major rows.
-FormatCase random_format(const GroupCase& group, const LayerCase& layer, int alignment, Rng& rng) {
+// Returns a format that rows of H can have in a group with these limits, or none. `alignment` 0: of rank-major rows.
+FormatCase random_format(const GroupCase& group, int64_t hidden, int alignment, Rng& rng) {
   FormatCase format;
   format.way = rng.pick(
       {FormatWay::none, FormatWay::none, FormatWay::copied, FormatWay::given, FormatWay::at_source, FormatWay::on_wire});
@@ -152,13 +152,17 @@ FormatCase random_format(const GroupCase& group, const LayerCase& layer, int ali
         (layout == EPX_SCALES_TILES && (format.scales == EPX_FLOAT32 || !has_zones_of_tiles)))
       layout = EPX_SCALES_COLUMNS;
   }
-  const bool is_odd = format.dtype == EPX_FLOAT4_E2M1 && layer.hidden % 2 != 0;
+  const bool is_odd = format.dtype == EPX_FLOAT4_E2M1 && hidden % 2 != 0;
   return is_odd || !fits(group, format) ? FormatCase{} : format;
 }
 
 void choose_formats(LayerCase& layer, const GroupCase& group, Rng& rng) {
-  layer.format = random_format(group, layer, layer.alignment, rng);
-  layer.rank_major_format = random_format(group, layer, 0, rng);
+  layer.format = random_format(group, layer.hidden, layer.alignment, rng);
+  layer.rank_major_format = random_format(group, layer.hidden, 0, rng);
+  layer.combine_bwd_format = random_format(group, layer.combine_hidden, layer.alignment, rng);
+  layer.combine_rank_major_bwd_format = random_format(group, layer.combine_hidden, 0, rng);
+  for (FormatCase* format : {&layer.combine_bwd_format, &layer.combine_rank_major_bwd_format})
+    if (format->way == FormatWay::copied) *format = {}; // rows without scales are not computed with
 }
 
 // Sets the group's limits to what the layer needs or to more.
@@ -311,7 +315,7 @@ std::string describe(const Case& c) {
       "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
       "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
-      "format={} M={} rank-major-format={} iterations={} "
+      "format={} M={} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
       l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
@@ -321,7 +325,8 @@ std::string describe(const Case& c) {
       g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
       l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
       describe_format(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe_format(l.rank_major_format),
-      c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+      describe_format(l.combine_bwd_format), describe_format(l.combine_rank_major_bwd_format), c.iterations,
+      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

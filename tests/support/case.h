@@ -95,6 +95,8 @@ struct LayerCase {
   bool pads_untouched = false; // in dispatch, on every rank
   FormatCase format;           // of dispatch and prepare_dispatch
   FormatCase rank_major_format;
+  FormatCase combine_bwd_format; // not copied
+  FormatCase combine_rank_major_bwd_format;
   RankMajorRows rank_major = RankMajorRows::absent;
 };
 

@@ -92,9 +92,15 @@ public:
   static Tensor reshaped(const Tensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
   static ConstTensor reshaped(const ConstTensor& tensor, Shape shape) { return {tensor.data(), tensor.dtype(), shape}; }
 
-  void check_scales(const std::optional<FormatData>& format, size_t rank) {
+  // `rule` other than bits: the scales are float32, and were computed.
+  void check_scales(const std::optional<FormatData>& format, size_t rank, NanRule rule = NanRule::bits) {
     if (!format || format->recv_scales.empty()) return;
-    check_bytes("recv_scales", format->recv_scales[rank].bytes, next_output());
+    const std::vector<std::byte>& expected = format->recv_scales[rank].bytes;
+    if (rule == NanRule::bits)
+      check_bytes("recv_scales", expected, next_output());
+    else
+      check_rows("recv_scales", {EPX_FLOAT32, 1, static_cast<int64_t>(expected.size() / sizeof(float)), expected},
+                 next_output(), rule);
     if (!format->recv_row_scales.empty())
       check_floats("recv_row_scales", format->recv_row_scales[rank], next_output(), NanRule::bits);
   }
@@ -349,14 +355,16 @@ void LayerRun::combine_bwd(const Workload& work) {
     args.expert_out = tensors.rows_in("expert_out", data.expert_out[rank]);
     args.grad_recv_weights = tensors.floats_out("grad_recv_weights", data.grad_recv_weights[rank], 0);
   }
+  if (data.format) args.format = tensors.format(*data.format, rank);
 
   group_.view().combine_bwd(args);
   finish(buffers, EPX_OP_COMBINE_BWD);
-  const NanRule rule = data.recv_weights.empty() ? NanRule::bits : NanRule::any_nan;
+  const NanRule rule = data.recv_weights.empty() ? rule_of(layer_.combine_bwd_format) : NanRule::any_nan;
   check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(), rule);
   if (!data.grad_recv_weights.empty()) {
     check_floats("grad_recv_weights", data.grad_recv_weights[rank], tensors.next_output(), NanRule::any_nan);
   }
+  tensors.check_scales(data.format, rank, data.recv_weights.empty() ? NanRule::bits : NanRule::any_nan);
   expect_after_call(work, EPX_OP_COMBINE_BWD, data.grad_expert_out[rank].rows);
 }
 
@@ -464,10 +472,13 @@ void LayerRun::combine_rank_major_bwd(const Workload& work) {
   args.grad_out = tensors.rows_in("grad_out", data.grad_out[rank]);
   args.grad_expert_out = Tensors::reshaped(tensors.rows_out("grad_expert_out", data.grad_expert_out[rank]),
                                            by_source(work, layer_.combine_hidden));
+  if (data.format) args.format = tensors.format(*data.format, rank);
 
   group_.view().combine_rank_major_bwd(args);
   finish(buffers, EPX_OP_COMBINE_RANK_MAJOR_BWD);
-  check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(), NanRule::bits);
+  check_rows("grad_expert_out", data.grad_expert_out[rank], tensors.next_output(),
+             rule_of(layer_.combine_rank_major_bwd_format));
+  tensors.check_scales(data.format, rank);
 }
 
 void LayerRun::dispatch_rank_major_bwd(const Workload& work) {

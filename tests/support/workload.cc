@@ -108,12 +108,11 @@ std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<i
   return matrices;
 }
 
-// Returns the tokens of a dispatch.
-std::vector<Matrix> token_rows(const FormatCase& format, const LayerCase& layer, const std::vector<int64_t>& tokens,
-                               Rng& rng) {
+// Returns the rows that a scatter sends. `dtype` is that of wide ones.
+std::vector<Matrix> token_rows(const FormatCase& format, epx_dtype dtype, int64_t hidden,
+                               const std::vector<int64_t>& tokens, Rng& rng) {
   const bool is_quantised_here = format.way == FormatWay::at_source || format.way == FormatWay::on_wire;
-  return per_rank(is_quantised_here ? random_blocks : random_rows, format.token_dtype(layer.dtype), tokens, layer.hidden,
-                  rng);
+  return per_rank(is_quantised_here ? random_blocks : random_rows, format.token_dtype(dtype), tokens, hidden, rng);
 }
 
 std::optional<reference::FormatTensors> tensors_of(std::optional<FormatData>& format) {
@@ -139,6 +138,12 @@ template <typename Outputs>
 void keep_untouched(Outputs& outputs, const Outputs& before, LostRank lost) {
   if (lost.rank < 0 || lost.stale || outputs.empty()) return;
   outputs[static_cast<size_t>(lost.rank)] = before[static_cast<size_t>(lost.rank)];
+}
+
+void keep_untouched(std::optional<FormatData>& format, const std::optional<FormatData>& before, LostRank lost) {
+  if (!format) return;
+  keep_untouched(format->recv_scales, before->recv_scales, lost);
+  keep_untouched(format->recv_row_scales, before->recv_row_scales, lost);
 }
 
 reference::Plan without_rank(reference::Plan plan, LostRank lost) {
@@ -174,7 +179,7 @@ struct Maker {
   DispatchData dispatch() {
     const std::vector<int64_t> recv = rows();
     DispatchData data;
-    data.tokens = token_rows(layer.format, layer, tokens, rng);
+    data.tokens = token_rows(layer.format, layer.dtype, layer.hidden, tokens, rng);
     data.recv_tokens = per_rank(scribbled, layer.format.recv_dtype(layer.dtype), recv, layer.hidden, rng);
     data.format = make_format_data(layer.format, layer.hidden, tokens, recv, rng);
     data.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
@@ -190,10 +195,7 @@ struct Maker {
     keep_untouched(data.recv_tokens, before.recv_tokens, lost);
     keep_untouched(data.recv_sidecars, before.recv_sidecars, lost);
     keep_untouched(data.recv_weights, before.recv_weights, lost);
-    if (data.format) {
-      keep_untouched(data.format->recv_scales, before.format->recv_scales, lost);
-      keep_untouched(data.format->recv_row_scales, before.format->recv_row_scales, lost);
-    }
+    keep_untouched(data.format, before.format, lost);
     return data;
   }
 
@@ -212,16 +214,24 @@ struct Maker {
   CombineBwdData combine_bwd() {
     const std::vector<int64_t> recv = rows();
     CombineBwdData data;
-    data.grad_out = per_rank(random_rows, layer.combine_dtype, tokens, layer.combine_hidden, rng);
-    if (layer.combine_bwd_grads) {
-      data.expert_out = per_rank(random_rows, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    const FormatCase& format = layer.combine_bwd_format;
+    data.grad_out = token_rows(format, layer.combine_dtype, layer.combine_hidden, tokens, rng);
+    for (size_t rank = 0; layer.combine_bwd_grads && rank < tokens.size(); ++rank) {
+      const epx_dtype dtype =
+          format.is_quantised() ? rng.pick({EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}) : layer.combine_dtype;
+      data.expert_out.push_back(random_rows(dtype, recv[rank], layer.combine_hidden, rng));
     }
-    data.recv_weights = weights_per_rank(layer.combine_bwd_weights, random_weights, recv, 1, rng);
-    data.grad_expert_out = per_rank(scribbled, layer.combine_dtype, recv, layer.combine_hidden, rng);
+    const bool takes_weights =
+        !format.is_quantised() || format.way == FormatWay::on_wire || format.scaling == EPX_SCALING_BLOCK128;
+    data.recv_weights = weights_per_rank(layer.combine_bwd_weights && takes_weights, random_weights, recv, 1, rng);
+    data.grad_expert_out = per_rank(scribbled, format.recv_dtype(layer.combine_dtype), recv, layer.combine_hidden, rng);
+    data.format = make_format_data(format, layer.combine_hidden, tokens, recv, rng);
     data.grad_recv_weights = weights_per_rank(layer.combine_bwd_grads, scribbled_floats, recv, 1, rng);
     const CombineBwdData before = data;
-    reference::combine_bwd(
-        plan, {data.grad_out, data.expert_out, data.recv_weights, data.grad_expert_out, data.grad_recv_weights});
+    const auto formats = tensors_of(data.format);
+    reference::combine_bwd(plan, {data.grad_out, data.expert_out, data.recv_weights, data.grad_expert_out,
+                                  data.grad_recv_weights, formats ? &*formats : nullptr});
+    keep_untouched(data.format, before.format, lost);
     keep_untouched(data.grad_expert_out, before.grad_expert_out, lost);
     keep_untouched(data.grad_recv_weights, before.grad_recv_weights, lost);
     return data;
@@ -284,7 +294,7 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
 
   RankMajorData::Dispatch& dispatch = data.dispatch;
   const FormatCase& format = layer.rank_major_format;
-  dispatch.tokens = token_rows(format, layer, tokens, rng);
+  dispatch.tokens = token_rows(format, layer.dtype, layer.hidden, tokens, rng);
   dispatch.recv_tokens = per_rank(scribbled, format.recv_dtype(layer.dtype), rows, layer.hidden, rng);
   dispatch.format = make_format_data(format, layer.hidden, tokens, rows, rng);
   dispatch.topk_weights = weights_per_rank(layer.dispatch_weights, random_weights, tokens, layer.top_k, rng);
@@ -302,11 +312,17 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
                                              dispatch.recv_weights, dispatch.counts, formats ? &*formats : nullptr});
 
   RankMajorData::CombineBwd& combine_bwd = data.combine_bwd;
-  combine_bwd.grad_out = per_rank(random_rows, layer.combine_dtype, tokens, layer.combine_hidden, rng);
-  combine_bwd.grad_expert_out = per_rank(scribbled, layer.combine_dtype, rows, layer.combine_hidden, rng);
-  const auto grads_before = combine_bwd.grad_expert_out;
-  reference::combine_rank_major_bwd(seen, combine_bwd.grad_out, combine_bwd.grad_expert_out);
-  keep_untouched(combine_bwd.grad_expert_out, grads_before, lost);
+  const FormatCase& grad_format = layer.combine_rank_major_bwd_format;
+  combine_bwd.grad_out = token_rows(grad_format, layer.combine_dtype, layer.combine_hidden, tokens, rng);
+  combine_bwd.grad_expert_out =
+      per_rank(scribbled, grad_format.recv_dtype(layer.combine_dtype), rows, layer.combine_hidden, rng);
+  combine_bwd.format = make_format_data(grad_format, layer.combine_hidden, tokens, rows, rng);
+  const RankMajorData::CombineBwd grads_before = combine_bwd;
+  const auto grad_formats = tensors_of(combine_bwd.format);
+  reference::combine_rank_major_bwd(seen, combine_bwd.grad_out, combine_bwd.grad_expert_out,
+                                    grad_formats ? &*grad_formats : nullptr);
+  keep_untouched(combine_bwd.grad_expert_out, grads_before.grad_expert_out, lost);
+  keep_untouched(combine_bwd.format, grads_before.format, lost);
   if (group.precision == EPX_COMBINE_EXACT) return data;
 
   RankMajorData::Combine& combine = data.combine;

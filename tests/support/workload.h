@@ -42,6 +42,7 @@ struct CombineBwdData {
   std::vector<std::vector<float>> recv_weights;      // [N]
   std::vector<reference::Matrix> grad_expert_out;    // [N, H] out
   std::vector<std::vector<float>> grad_recv_weights; // [N] out
+  std::optional<FormatData> format;
 };
 
 struct DispatchBwdData {
@@ -74,6 +75,7 @@ struct RankMajorData {
   struct CombineBwd {
     std::vector<reference::Matrix> grad_out;        // [T, H]
     std::vector<reference::Matrix> grad_expert_out; // [P * M, H] out
+    std::optional<FormatData> format;
   } combine_bwd;
   struct DispatchBwd {
     std::vector<reference::Matrix> grad_recv;          // [P * M, H]

@@ -234,7 +234,7 @@ void check_row(const epx::reference::Matrix& row, const float* encode_scale = nu
                        actual.scales.data(), &actual.row_scale);
       CHECK(actual == expected);
       epx::reference::Matrix back = row;
-      kernels.dequantise(format, row.dtype, actual.elements.data(), actual.scales.data(), actual.row_scale, hidden,
+      kernels.dequantise(format, row.dtype, actual.elements.data(), actual.scales.data(), actual.row_scale, nullptr, hidden,
                          back.bytes.data());
       CHECK(epx::reference::count_wrong(expected_back, back, true) == 0);
     }
@@ -371,7 +371,7 @@ TEST_CASE("every code and every E8M0 scale is dequantised as epx.h says") {
         CAPTURE(dtype);
         epx::reference::Matrix actual = expected;
         std::fill(actual.bytes.begin(), actual.bytes.end(), std::byte{0xa5});
-        kernels.dequantise(format, dtype, row.elements.data(), row.scales.data(), row.row_scale, hidden,
+        kernels.dequantise(format, dtype, row.elements.data(), row.scales.data(), row.row_scale, nullptr, hidden,
                            actual.bytes.data());
         CHECK(epx::reference::count_wrong(expected, actual, true) == 0);
       }

@@ -147,7 +147,7 @@ TEST_CASE("dot adds in the order of the contract") {
           acc[i] = acc[2 * i] + acc[2 * i + 1];
         acc.resize(acc.size() / 2);
       }
-      CHECK(kernels.dot(EPX_FLOAT32, row(a, 0), row(b, 0), cols) == acc[0]);
+      CHECK(kernels.dot(EPX_FLOAT32, row(a, 0), EPX_FLOAT32, row(b, 0), cols) == acc[0]);
     }
   }
 }

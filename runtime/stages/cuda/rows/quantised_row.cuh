@@ -38,6 +38,18 @@ struct QuantisedSource {
   float row_scale;
 };
 
+// What the row of a lane's place is multiplied by where it lands: nothing, or a number of the lane's own.
+struct NoWeight {};
+struct PlaceWeight {
+  float value;
+};
+__device__ inline float times_weight_of_lane(float x, NoWeight /*own*/, int /*lane*/) {
+  return x;
+}
+__device__ inline float times_weight_of_lane(float x, PlaceWeight own, int lane) {
+  return x * from_lane(own.value, lane);
+}
+
 // A lane's elements of a tile. Loops over them are unrolled, since what is indexed at run time lies in local memory.
 template <typename T>
 struct LaneWords {
@@ -335,9 +347,9 @@ __device__ inline void quantise_row_to_places(const WireFormat& format, const st
     quantise_row<T, false>(format, row, hidden, encode_scale, layout, own, lanes);
 }
 
-template <typename T, bool kIsVector>
+template <typename T, bool kIsVector, typename Weight>
 __device__ __noinline__ void dequantise_row(const WireFormat format, const QuantisedSource from, int64_t hidden, T* own,
-                                            unsigned lanes) {
+                                            Weight weight, unsigned lanes) {
   constexpr int kTiles = kIsVector ? 2 : 1; // whose loads are in flight at a time
   const int per_byte = static_cast<int>(elements_per_byte(format.elements));
   const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
@@ -358,38 +370,83 @@ __device__ __noinline__ void dequantise_row(const WireFormat format, const Quant
       float x[kLaneElements];
       dequantise_lane(format, codes[i], formats::scale_value(format.scales, stored[i], from.row_scale), x);
       LaneWords<T> words;
-      words.pack(x);
+      if constexpr (std::is_same_v<Weight, NoWeight>) words.pack(x);
 #pragma unroll 1
-      for (unsigned left = lanes; left != 0; left &= left - 1)
+      for (unsigned left = lanes; left != 0; left &= left - 1) {
+        if constexpr (!std::is_same_v<Weight, NoWeight>) {
+          float weighted[kLaneElements];
+#pragma unroll
+          for (int element = 0; element < kLaneElements; ++element)
+            weighted[element] = times_weight_of_lane(x[element], weight, lowest_bit(left));
+          words.pack(weighted);
+        }
         words.template store<kIsVector>(from_lane(own, lowest_bit(left)), h, hidden);
+      }
     }
   }
 }
 
 // Dequantises a row, which lies in staging, to the places of the lanes. All lanes call this.
-template <typename T>
+template <typename T, typename Weight>
 __device__ inline void dequantise_row_to_places(const WireFormat& format, const QuantisedSource& from, int64_t hidden,
-                                                T* own) {
+                                                T* own, Weight weight) {
   const unsigned lanes = __ballot_sync(~0u, own != nullptr ? 1 : 0);
   if (lanes == 0) return;
   const bool is_aligned = hidden % kLaneElements == 0 && reinterpret_cast<uint64_t>(own) % sizeof(uint4) == 0;
   if (__all_sync(~0u, is_aligned ? 1 : 0) != 0)
-    dequantise_row<T, true>(format, from, hidden, own, lanes);
+    dequantise_row<T, true>(format, from, hidden, own, weight, lanes);
   else
-    dequantise_row<T, false>(format, from, hidden, own, lanes);
+    dequantise_row<T, false>(format, from, hidden, own, weight, lanes);
 }
 
-// Copies the scales of a row to the places of the lanes. All lanes call this.
-__device__ __noinline__ inline void copy_scales_to_places(const QuantisedSource from, const ScaleLayout layout,
-                                                          const QuantisedPlace own) {
+// Returns the number of a code of the format, without its scale.
+__device__ inline float decode_element(const WireFormat& format, uint32_t code) {
+  if (format.elements == EPX_FLOAT8_E4M3) return formats::decode<formats::E4M3>(code);
+  if (format.elements == EPX_FLOAT8_E5M2) return formats::decode<formats::E5M2>(code);
+  return formats::decode<formats::E2M1>(code);
+}
+
+// Returns the dot product of a quantised row and x, by the fixed tree (reduce_tree). All lanes call this.
+template <typename T>
+__device__ __noinline__ float multiply_row(const WireFormat format, const QuantisedSource from, int64_t hidden,
+                                           const T* x) {
+  const bool is_packed = format.elements == EPX_FLOAT4_E2M1;
+  const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
+  const int block_shift = block_shift_of(format);
+  float acc[kFragment] = {};
+#pragma unroll 1
+  for (int64_t h = lane() * kFragment; h < hidden; h += kWarpTile) {
+    // A lane's elements are of one block.
+    const uint32_t stored = load_scale(from.scales + (h >> block_shift) * scale_bytes, scale_bytes);
+    const float scale = formats::scale_value(format.scales, stored, from.row_scale);
+#pragma unroll
+    for (int i = 0; i < kFragment; ++i) {
+      if (h + i >= hidden) break;
+      const auto byte = static_cast<uint32_t>(from.row[is_packed ? (h + i) / 2 : h + i]);
+      const uint32_t code = is_packed ? byte >> ((h + i) % 2 * 4) & 0xf : byte;
+      acc[i] = fmaf(decode_element(format, code) * scale, static_cast<float>(x[h + i]), acc[i]);
+    }
+  }
+  return reduce_tree(acc);
+}
+
+// Copies the scales of a row to the places of the lanes. Those that are multiplied by a weight are float32. All lanes call
+// this.
+template <typename Weight>
+__device__ __noinline__ void copy_scales_to_places(const QuantisedSource from, const ScaleLayout layout,
+                                                   const QuantisedPlace own, Weight weight) {
   const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
   for (int64_t place = lane(); place - lane() < layout.num_scales; place += kWarp) { // the same in all lanes
     const bool has_scale = place < layout.num_scales;
     const uint32_t stored = has_scale ? load_scale(from.scales + place * layout.scale_bytes, layout.scale_bytes) : 0;
     const int64_t offset = layout.place_offset(place);
-    for (unsigned left = lanes; left != 0; left &= left - 1)
-      if (std::byte* const to = from_lane(own.scales, lowest_bit(left)); has_scale)
-        store_scale(to + offset, layout.scale_bytes, stored);
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      std::byte* const to = from_lane(own.scales, lowest_bit(left));
+      uint32_t scale = stored;
+      if constexpr (!std::is_same_v<Weight, NoWeight>)
+        scale = formats::bits_of(times_weight_of_lane(formats::float_of(stored), weight, lowest_bit(left)));
+      if (has_scale) store_scale(to + offset, layout.scale_bytes, scale);
+    }
   }
   store_scale_fill(layout, lanes, own.scales);
   if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = from.row_scale;

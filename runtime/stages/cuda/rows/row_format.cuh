@@ -51,8 +51,9 @@ public:
 // A row of 8 or 4 bits with its scales: WireRow. It takes the high-throughput path always.
 class QuantisedRows {
 public:
-  // The call must outlive this.
-  __device__ explicit QuantisedRows(const DispatchCall& call)
+  // The call, which has format_tensors, must outlive this.
+  template <typename Call>
+  __device__ explicit QuantisedRows(const Call& call)
       : call_(call), tensors_(call.format_tensors), wire_(call.format, call.hidden) {}
 
   static constexpr bool kIsReceiveFormat = false;
@@ -69,13 +70,27 @@ public:
   }
   __device__ void begin_receive(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t index,
                                 std::byte* to) const {
-    const QuantisedSource source{from, from + wire_.scales,
-                                 call_.format.has_row_scale() ? *reinterpret_cast<const float*>(from + wire_.row_scale)
-                                                              : 0.0f};
+    const QuantisedSource source = staged(from);
     if (tensors_.recv_scales == nullptr)
-      dequantise(source, to);
+      dequantise(source, to, NoWeight{});
     else
-      begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to));
+      begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to), NoWeight{});
+  }
+  // The same times a weight, which is that of the lane's row.
+  __device__ void begin_receive_weighted(TmaRowPipeline& pipeline, const std::byte* from, int64_t index, std::byte* to,
+                                         float weight) const {
+    const QuantisedSource source = staged(from);
+    if (tensors_.recv_scales == nullptr)
+      dequantise(source, to, PlaceWeight{weight});
+    else
+      begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to), PlaceWeight{weight});
+  }
+  // Returns the dot product of a row in staging, without a weight, and a row of `dtype`. All lanes pass the same.
+  __device__ float multiply(const std::byte* from, epx_dtype dtype, const std::byte* x) const {
+    const QuantisedSource source = staged(from);
+    if (dtype == EPX_FLOAT32) return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const float*>(x));
+    if (dtype == EPX_FLOAT16) return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const __half*>(x));
+    return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const __nv_bfloat16*>(x));
   }
   __device__ void begin_keep(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
                              int64_t index, std::byte* to) const {
@@ -87,6 +102,10 @@ public:
   }
 
 private:
+  __device__ QuantisedSource staged(const std::byte* from) const {
+    return {from, from + wire_.scales,
+            call_.format.has_row_scale() ? *reinterpret_cast<const float*>(from + wire_.row_scale) : 0.0f};
+  }
   __device__ QuantisedPlace received_place(int64_t index, std::byte* to) const {
     if (to == nullptr) return {};
     return {to, tensors_.recv_scales != nullptr ? tensors_.recv_scales + tensors_.recv_layout.row_offset(index) : nullptr,
@@ -101,7 +120,7 @@ private:
       begin_copy(
           pipeline,
           {from, tensors_.scales + token * scale_bytes, tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f},
-          layout, to);
+          layout, to, NoWeight{});
     } else if (call_.dtype == EPX_FLOAT32) {
       quantise_row_to_places<float>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
     } else if (call_.dtype == EPX_FLOAT16) {
@@ -110,21 +129,23 @@ private:
       quantise_row_to_places<__nv_bfloat16>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
     }
   }
+  template <typename Weight>
   __device__ void begin_copy(TmaRowPipeline& pipeline, const QuantisedSource& from, const ScaleLayout& layout,
-                             const QuantisedPlace& to) const {
+                             const QuantisedPlace& to, Weight weight) const {
     begin_copy_row_to_destinations(pipeline, from.row, call_.format.element_bytes(call_.hidden), to.row);
-    copy_scales_to_places(from, layout, to);
+    copy_scales_to_places(from, layout, to, weight);
   }
-  __device__ void dequantise(const QuantisedSource& from, std::byte* to) const {
+  template <typename Weight>
+  __device__ void dequantise(const QuantisedSource& from, std::byte* to, Weight weight) const {
     if (call_.recv_dtype == EPX_FLOAT32)
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<float*>(to));
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<float*>(to), weight);
     else if (call_.recv_dtype == EPX_FLOAT16)
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__half*>(to));
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__half*>(to), weight);
     else
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__nv_bfloat16*>(to));
+      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__nv_bfloat16*>(to), weight);
   }
 
-  const DispatchCall& call_;
+  const MovementCall& call_;
   const FormatTensors& tensors_;
   WireRow wire_;
 };

@@ -56,6 +56,7 @@ struct CombineBwd {
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   static constexpr bool clears_pads() { return true; }
   static constexpr bool kMixesPaths = false;
+  static constexpr bool kStagesOwnRows = false;
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     if constexpr (kHasProducts) {
@@ -100,6 +101,47 @@ private:
                                               from_lane(weight, 0));
       if (has_own) call.grad_recv_weights[own] = product;
     }
+  }
+};
+
+// combine_bwd of rows that have a format. All rows pass through staging: the weights and the dot products need the row as it
+// travelled.
+struct QuantisedCombineBwd {
+  using Format = QuantisedRows;
+
+  CombineBwdCall call;
+  int64_t row_bytes; // of grad_out
+
+  __device__ const std::byte* input_rows() const { return call.grad_out; }
+  __device__ static const float* input_weights() { return nullptr; }
+  __device__ static const std::byte* input_sidecar() { return nullptr; }
+  static constexpr int64_t sidecar_bytes() { return 0; }
+  __device__ QuantisedRows format() const { return QuantisedRows(call); }
+  __device__ int64_t recv_row_bytes() const { return epx::row_bytes(call.recv_dtype, call.hidden); }
+  __device__ int64_t wire_row_bytes() const { return WireRow(call.format, call.hidden).bytes; }
+  __device__ std::byte* rows() const { return call.grad_expert_out; }
+  static constexpr bool clears_pads() { return true; }
+  static constexpr bool kMixesPaths = false;
+  static constexpr bool kStagesOwnRows = true;
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
+    const bool is_slot = slot >= 0;
+    const int64_t index = is_slot ? call.row_of_slot(slot) : -1;
+    std::byte* const to = is_slot ? call.grad_expert_out + index * recv_row_bytes() : nullptr;
+    if (call.recv_weights != nullptr)
+      format().begin_receive_weighted(pipeline, source_row.row, index, to, is_slot ? call.recv_weights[slot] : 1.0f);
+    else
+      format().begin_receive(pipeline, source_row.row, row_bytes, index, to);
+    if (call.grad_recv_weights == nullptr) return;
+    const int64_t expert_bytes = epx::row_bytes(call.expert_dtype, call.hidden);
+    for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0; left &= left - 1) {
+      const int32_t one = from_lane(slot, lowest_bit(left));
+      const float product = format().multiply(source_row.row, call.expert_dtype, call.expert_out + one * expert_bytes);
+      if (lane() == 0) call.grad_recv_weights[one] = product;
+    }
+  }
+  __device__ void clear_beside_rows(int32_t slot) const {
+    if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
+    format().clear_scales(slot >= 0 ? call.row_of_slot(slot) : -1);
   }
 };
 
@@ -200,6 +242,7 @@ std::vector<const void*> scatter_kernels() {
           reinterpret_cast<const void*>(&scatter_kernel<Dispatch<QuantisedRows>>),
           reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch<PlainRows>>),
           reinterpret_cast<const void*>(&scatter_kernel<MixedDispatch<QuantisedRows>>),
+          reinterpret_cast<const void*>(&scatter_kernel<QuantisedCombineBwd>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, false>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<float, true>>),
           reinterpret_cast<const void*>(&scatter_kernel<CombineBwd<__half, false>>),
@@ -221,6 +264,8 @@ cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& cal
 }
 
 cudaError_t launch_combine_bwd(const Launcher& launcher, const CombineBwdCall& call) {
+  if (call.format.is_quantised())
+    return launch(launcher, QuantisedCombineBwd{call, row_bytes(call.dtype, call.hidden)}, call.grad_expert_out);
   if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(launcher, call);
   if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(launcher, call);
   return launch_combine_bwd_as<__nv_bfloat16>(launcher, call);

@@ -60,6 +60,7 @@ struct Dispatch {
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
   static constexpr bool kMixesPaths = false;
+  static constexpr bool kStagesOwnRows = false; // whether this rank reads its own rows from staging, too, as its peers do
   // Zeros what the slots that the lanes pass have beside their rows: weights, sidecars, scales; -1: none.
   __device__ void clear_beside_rows(int32_t slot) const {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
@@ -332,6 +333,16 @@ private:
                     in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
                              : staging_.row(rank, staging),
                     staging_.sidecar(rank, staging), in_place ? first_live : -1, false};
+    }
+    if constexpr (Operation::kStagesOwnRows) {
+      if (source == rank) {
+        std::byte* const staged = staging_.row(rank, staging);
+        operation_.format().begin_send(pipeline_, source_row.row, operation_.row_bytes, token,
+                                       lane() == 0 ? staged : nullptr);
+        pipeline_.finish();
+        __syncwarp(); // all lanes see what each has stored
+        source_row.row = staged;
+      }
     }
     for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
          first -= kWarp) { // the first slot, which may be in place, comes last

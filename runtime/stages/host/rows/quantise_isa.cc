@@ -150,7 +150,7 @@ void quantise_row(const WireFormat& format, const std::byte* row, int64_t hidden
 
 template <typename Format, typename Element, int kBlock>
 [[gnu::flatten]] void dequantise_row(const WireFormat& format, const std::byte* elements, const std::byte* scales,
-                                     float row_scale, int64_t hidden, std::byte* row) {
+                                     float row_scale, const float* weight, int64_t hidden, std::byte* row) {
   auto* out = reinterpret_cast<typename Format::Bits*>(row);
   const auto* all_codes = reinterpret_cast<const uint8_t*>(elements);
   for_each_block<kBlocksAtATime * kBlock>(hidden, [&](int64_t chunk, int chunk_size) {
@@ -163,10 +163,16 @@ template <typename Format, typename Element, int kBlock>
     for_each_block<kBlock>(chunk_size, [&](int64_t start, int size) {
       const uint32_t stored = load_scale(scales, (chunk + start) / kBlock, format.scales == EPX_FLOAT32);
       const float scale = formats::scale_value(format.scales, stored, row_scale);
-      transform_elements(codes + start, out + chunk + start, size, [scale](auto number, auto code) {
-        number = formats::decode<Element, decltype(number)>(code) * scale;
-        return Format::round(number);
-      });
+      if (weight == nullptr)
+        transform_elements(codes + start, out + chunk + start, size, [scale](auto number, auto code) {
+          number = formats::decode<Element, decltype(number)>(code) * scale;
+          return Format::round(number);
+        });
+      else
+        transform_elements(codes + start, out + chunk + start, size, [scale, factor = *weight](auto number, auto code) {
+          number = formats::decode<Element, decltype(number)>(code) * scale * factor;
+          return Format::round(number);
+        });
     });
   });
 }
@@ -197,17 +203,17 @@ void quantise(const WireFormat& format, epx_dtype in, const std::byte* row, int6
 }
 
 void dequantise(const WireFormat& format, epx_dtype out, const std::byte* elements, const std::byte* scales,
-                float row_scale, int64_t hidden, std::byte* row) {
+                float row_scale, const float* weight, int64_t hidden, std::byte* row) {
   with_format(out, [&](auto type) {
     using Format = decltype(type);
     if (format.scaling == EPX_SCALING_NV)
-      dequantise_row<Format, E2M1, 16>(format, elements, scales, row_scale, hidden, row);
+      dequantise_row<Format, E2M1, 16>(format, elements, scales, row_scale, weight, hidden, row);
     else if (format.scaling != EPX_SCALING_MX)
-      dequantise_row<Format, E4M3, 128>(format, elements, scales, row_scale, hidden, row);
+      dequantise_row<Format, E4M3, 128>(format, elements, scales, row_scale, weight, hidden, row);
     else if (format.elements == EPX_FLOAT8_E5M2)
-      dequantise_row<Format, E5M2, 32>(format, elements, scales, row_scale, hidden, row);
+      dequantise_row<Format, E5M2, 32>(format, elements, scales, row_scale, weight, hidden, row);
     else
-      dequantise_row<Format, E4M3, 32>(format, elements, scales, row_scale, hidden, row);
+      dequantise_row<Format, E4M3, 32>(format, elements, scales, row_scale, weight, hidden, row);
   });
 }
 

@@ -15,7 +15,7 @@ void quantise(const WireFormat& format, epx_dtype in, const std::byte* row, int6
               std::byte* elements, std::byte* scales, float* row_scale);
 
 void dequantise(const WireFormat& format, epx_dtype out, const std::byte* elements, const std::byte* scales,
-                float row_scale, int64_t hidden, std::byte* row);
+                float row_scale, const float* weight, int64_t hidden, std::byte* row);
 
 } // namespace EPX_ROWS_ISA
 } // namespace epx::rows

@@ -97,7 +97,7 @@ public:
   // Stores what has travelled for a slot, and its sidecar.
   void store(int64_t slot, const std::byte* wire, const std::byte* sidecar) const {
     const int64_t index = call_.row_of_slot(slot);
-    format_.store(call_.recv_tokens + index * bytes_, index, wire);
+    format_.store(call_.recv_tokens + index * bytes_, index, wire, nullptr);
     if (call_.sidecar_bytes > 0) std::memcpy(sidecar_at(index), sidecar, static_cast<size_t>(call_.sidecar_bytes));
   }
   void clear(int64_t slot) const {

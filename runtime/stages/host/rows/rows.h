@@ -31,7 +31,7 @@ struct RowKernels {
 
   // acc[c mod 256] = fma(a[c], b[c], acc[c mod 256]) from +0 with c ascending; then adjacent pairs are added until one is
   // left.
-  float (*dot)(epx_dtype dtype, const std::byte* a, const std::byte* b, int64_t cols);
+  float (*dot)(epx_dtype a_dtype, const std::byte* a, epx_dtype b_dtype, const std::byte* b, int64_t cols);
 
   // Quantises a row of `hidden` elements of dtype `in`. elements has room for format.element_bytes(hidden), scales for
   // format.scale_bytes(hidden); it needs no alignment. NV alone reads encode_scale, which is the row's own if null, and writes
@@ -39,9 +39,10 @@ struct RowKernels {
   void (*quantise)(const WireFormat& format, epx_dtype in, const std::byte* row, int64_t hidden, const float* encode_scale,
                    std::byte* elements, std::byte* scales, float* row_scale);
 
-  // The inverse: row[c] = round(element c times its scale), each in float32, rounded to dtype `out`. NV alone reads row_scale.
+  // The inverse: row[c] = round(element c times its scale, times *weight if it is not null), each in float32, rounded to dtype
+  // `out`. NV alone reads row_scale.
   void (*dequantise)(const WireFormat& format, epx_dtype out, const std::byte* elements, const std::byte* scales,
-                     float row_scale, int64_t hidden, std::byte* row);
+                     float row_scale, const float* weight, int64_t hidden, std::byte* row);
 };
 
 // Returns the fastest kernels that this processor runs.

@@ -85,16 +85,16 @@ void scale_row(std::byte* out, const std::byte* in, float weight, int64_t cols) 
     result[c] = Format::store(weight * Format::load(x[c]));
 }
 
-template <typename Format>
+template <typename Format, typename OtherFormat>
 float dot_rows(const std::byte* a, const std::byte* b, int64_t cols) {
   constexpr int kAccumulators = 256;
   const auto* x = reinterpret_cast<const typename Format::Bits*>(a);
-  const auto* y = reinterpret_cast<const typename Format::Bits*>(b);
+  const auto* y = reinterpret_cast<const typename OtherFormat::Bits*>(b);
   float acc[kAccumulators] = {};
   for (int64_t start = 0; start < cols; start += kAccumulators) {
     const int count = static_cast<int>(cols - start < kAccumulators ? cols - start : kAccumulators);
     for (int i = 0; i < count; ++i)
-      acc[i] = __builtin_fmaf(Format::load(x[start + i]), Format::load(y[start + i]), acc[i]);
+      acc[i] = __builtin_fmaf(Format::load(x[start + i]), OtherFormat::load(y[start + i]), acc[i]);
   }
   for (int64_t width = kAccumulators / 2; width > 0; width /= 2)
     for (int64_t i = 0; i < width; ++i)
@@ -128,8 +128,10 @@ void scale(epx_dtype dtype, std::byte* out, const std::byte* in, float weight, i
   with_format(dtype, [&](auto format) { scale_row<decltype(format)>(out, in, weight, cols); });
 }
 
-float dot(epx_dtype dtype, const std::byte* a, const std::byte* b, int64_t cols) {
-  return with_format(dtype, [&](auto format) { return dot_rows<decltype(format)>(a, b, cols); });
+float dot(epx_dtype a_dtype, const std::byte* a, epx_dtype b_dtype, const std::byte* b, int64_t cols) {
+  return with_format(a_dtype, [&](auto format) {
+    return with_format(b_dtype, [&](auto other) { return dot_rows<decltype(format), decltype(other)>(a, b, cols); });
+  });
 }
 
 } // namespace

@@ -65,7 +65,7 @@ void send_rows(const Movement& movement, const ScatterInput& input, Format forma
 // Passes each kept slot below N to receiver.store(), or to receiver.zero() where the slot's source rank is not active; and each
 // pad below N to receiver.zero() where receiver.clears_pads().
 template <typename Receiver>
-void receive_rows(const Movement& movement, const Receiver& receiver) {
+void receive_rows(const Movement& movement, Receiver receiver) {
   const MovementCall& call = movement.call;
   const GroupContext& context = movement.group.context;
   const HandleReader& plan = movement.plan;
@@ -127,28 +127,30 @@ struct DispatchReceiver {
   }
 };
 
+template <typename WireFormat>
 struct CombineBwdReceiver {
-  using Format = PlainRows;
+  using Format = WireFormat;
+
+  explicit CombineBwdReceiver(const CombineBwdCall& combine_bwd) : call(combine_bwd), format(combine_bwd) {}
 
   const CombineBwdCall& call;
-  int64_t row_bytes;
-  const rows::RowKernels& kernels = rows::row_kernels();
+  Format format;
+  int64_t grad_bytes = epx::row_bytes(call.recv_dtype, call.hidden);
+  int64_t expert_bytes = call.expert_out != nullptr ? epx::row_bytes(call.expert_dtype, call.hidden) : 0;
 
   static constexpr bool clears_pads() { return true; }
 
-  void store(const ReceivedRow& received) const {
-    std::byte* grad = call.grad_expert_out + call.row_of_slot(received.slot) * row_bytes;
+  void store(const ReceivedRow& received) {
+    const int64_t slot = received.slot, index = call.row_of_slot(slot);
     if (call.grad_recv_weights != nullptr) // the dot product needs the row before it is scaled in place
-      call.grad_recv_weights[received.slot] =
-          kernels.dot(call.dtype, received.row, call.expert_out + received.slot * row_bytes, call.hidden);
-    if (call.recv_weights != nullptr)
-      kernels.scale(call.dtype, grad, received.row, call.recv_weights[received.slot], call.hidden);
-    else if (grad != received.row)
-      std::memcpy(grad, received.row, static_cast<size_t>(row_bytes));
+      call.grad_recv_weights[slot] = format.dot(received.row, call.expert_dtype, call.expert_out + slot * expert_bytes);
+    format.store(call.grad_expert_out + index * grad_bytes, index, received.row,
+                 call.recv_weights != nullptr ? call.recv_weights + slot : nullptr);
   }
 
   void zero(int64_t slot) const {
-    std::memset(call.grad_expert_out + call.row_of_slot(slot) * row_bytes, 0, static_cast<size_t>(row_bytes));
+    const int64_t index = call.row_of_slot(slot);
+    format.clear(call.grad_expert_out + index * grad_bytes, index);
     if (call.grad_recv_weights != nullptr) call.grad_recv_weights[slot] = 0.0f;
   }
 };
@@ -189,8 +191,10 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
 void combine_bwd(HostGroup& group, const CombineBwdCall& call) {
   const DefaultFloatEnvironment environment;
   const ScatterInput input{{call.grad_out, nullptr, 0}, nullptr};
-  scatter(group, call, input, describe(call, place_of(group, call, call.grad_expert_out)),
-          CombineBwdReceiver{call, row_bytes(call)});
+  with_row_format(call, [&]<typename Format>(std::type_identity<Format>) {
+    scatter(group, call, input, describe(call, place_of(group, call, call.grad_expert_out)),
+            CombineBwdReceiver<Format>(call));
+  });
 }
 
 } // namespace epx::host
