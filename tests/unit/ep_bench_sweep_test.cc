@@ -320,17 +320,49 @@ TEST_CASE("ep_bench sweep: a point that fails is marked, and the next one runs")
   CHECK_MESSAGE(contains(table, "3 tokens  dispatch_bwd"), table);
 }
 
-TEST_CASE("ep_bench sweep: a signal while the file is written ends the run with its table") {
+TEST_CASE("ep_bench sweep: a signal, or the loss of a rank, while the file is written ends the run with its table") {
+  struct Peer {
+    bool is_written = false; // the file of a point
+    bool is_lost = false;    // else it has got a signal
+  };
+  const auto all_gather = [](void* context, const void* send, void* recv, size_t bytes, int64_t, char*, size_t) {
+    const Peer& peer = *static_cast<const Peer*>(context);
+    std::memcpy(recv, send, bytes);
+    if (!peer.is_written) return EPX_SUCCESS;
+    if (peer.is_lost) return EPX_ERROR_TIMEOUT;
+    constexpr int32_t kExitCode = kExitSignal + 2;
+    if (bytes == sizeof(kExitCode)) std::memcpy(recv, &kExitCode, bytes);
+    return EPX_SUCCESS;
+  };
+  for (const bool is_lost : {false, true}) {
+    Peer peer{.is_lost = is_lost};
+    epx_bootstrap bootstrap = alone();
+    bootstrap.context = &peer;
+    bootstrap.all_gather = all_gather;
+    const Sweep sweep = sweep_of({"--tokens", "1,2,3"});
+    const Peers peers(bootstrap, 1);
+    Progress progress(sweep.points.size(), false);
+    std::vector<bool> reports; // whether each was the last, which prints the table
+    const auto report = [&](std::span<const PointResult>, bool is_last) {
+      reports.push_back(is_last);
+      peer.is_written = true;
+    };
+    CHECK_THROWS_AS(run_sweep(sweep, peers, results_of, report, progress), Error);
+    CHECK(reports == std::vector<bool>{false, true});
+  }
+}
+
+TEST_CASE("ep_bench sweep: a file that cannot be written ends the run, and is not tried again") {
   const Sweep sweep = sweep_of({"--tokens", "1,2,3"});
   const Peers peers(alone(), 1);
   Progress progress(sweep.points.size(), false);
-  std::vector<bool> reports; // whether each was the last, which prints the table
-  const auto report = [&](std::span<const PointResult>, bool is_last) {
-    reports.push_back(is_last);
-    if (!is_last) throw AgreedError(kExitSignal + 2, "interrupted");
+  int reports = 0;
+  const auto report = [&](std::span<const PointResult>, bool) {
+    ++reports;
+    throw RuntimeError("no space");
   };
   CHECK_THROWS_AS(run_sweep(sweep, peers, results_of, report, progress), AgreedError);
-  CHECK(reports == std::vector<bool>{false, true});
+  CHECK(reports == 1);
 }
 
 TEST_CASE("ep_bench sweep: a rank that dies or a signal leaves the finished points") {
