@@ -295,6 +295,17 @@ FormatTensors ArgumentChecker::format_tensors() {
   return tensors;
 }
 
+void ArgumentChecker::sum_format(const epx_row_format* given) {
+  if (given == nullptr) return;
+  format(given);
+  if (given->scaling != EPX_SCALING_BLOCK128 && given->scaling != EPX_SCALING_MX)
+    refuse("format.scaling is {}; sums travel with scaling block128 or mx", name_of(given->scaling));
+  if (context_.shape.precision != EPX_COMBINE_WIRE)
+    refuse(
+        "the call has a row format, and the group's combine_precision is {}; sums travel quantised in precision wire alone",
+        name_of(context_.shape.precision));
+}
+
 // Checks the received scales in their layout.
 std::byte* ArgumentChecker::recv_scales() {
   const char* const name = "format.recv_scales";

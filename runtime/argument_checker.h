@@ -94,9 +94,10 @@ public:
   // The next tensor that has this free dimension decides it anew.
   void forget(Dim dim) { size_of(dim) = kUnknown; }
 
-  // Of a scatter: in front of its tensors, the format of its rows, which may be NULL; and behind the tensors that have T, H and
-  // the receive rows, the tensors of the format.
+  // In front of the tensors of a scatter, the format of its rows, which may be NULL; or of a gather, that of its sums. Behind the
+  // tensors that have T, H and the receive rows, the tensors of the format; those of sums are NULL.
   void format(const epx_row_format* format);
+  void sum_format(const epx_row_format* format);
   FormatTensors format_tensors();
   void sidecars(const epx_tensor& tokens, const epx_tensor& recv_tokens); // of dispatch
   void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const;

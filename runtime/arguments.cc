@@ -97,9 +97,11 @@ PrepareDispatchCall check(const GroupContext& context, const epx_prepare_dispatc
 CombineCall check(const GroupContext& context, const epx_combine_args& args) {
   ArgumentChecker checker(context, args, Direction::in);
   CombineCall call{};
+  checker.sum_format(args.format);
   call.expert_out = checker.in<const std::byte>("expert_out", args.expert_out, Type::rows, {Dim::N, Dim::H});
   call.out = checker.out<std::byte>("out", args.out, Type::like_rows, {Dim::T, Dim::H});
   call.recv_weights = checker.optional_in<const float>("recv_weights", args.recv_weights, Type::float32, {Dim::N});
+  checker.format_tensors();
   return finish(checker, call);
 }
 
@@ -130,6 +132,7 @@ CombineBwdCall check(const GroupContext& context, const epx_combine_bwd_args& ar
 DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& args) {
   ArgumentChecker checker(context, args, Direction::in);
   DispatchBwdCall call{};
+  checker.sum_format(args.format);
   call.grad_recv = checker.in<const std::byte>("grad_recv", args.grad_recv, Type::rows, {Dim::N, Dim::H});
   call.grad_tokens = checker.out<std::byte>("grad_tokens", args.grad_tokens, Type::like_rows, {Dim::T, Dim::H});
   checker.both_or_neither("grad_recv_weights", args.grad_recv_weights, "grad_topk_weights", args.grad_topk_weights);
@@ -137,6 +140,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_bwd_args& 
       checker.optional_in<const float>("grad_recv_weights", args.grad_recv_weights, Type::float32, {Dim::N});
   call.grad_topk_weights =
       checker.optional_out<float>("grad_topk_weights", args.grad_topk_weights, Type::float32, {Dim::T, Dim::K});
+  checker.format_tensors();
   return finish(checker, call);
 }
 
@@ -177,9 +181,11 @@ CombineCall check(const GroupContext& context, const epx_combine_rank_major_args
   ArgumentChecker checker(context, args, Direction::in, true);
   checker.rank_major_sums();
   CombineCall call{};
+  checker.sum_format(args.format);
   call.expert_out = checker.in<const std::byte>("expert_out", args.expert_out, Type::rows, {Dim::P, Dim::M, Dim::H});
   checker.rank_major_staging();
   call.out = checker.out<std::byte>("out", args.out, Type::like_rows, {Dim::T, Dim::H});
+  checker.format_tensors();
   return finish(checker, call);
 }
 
@@ -200,6 +206,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major
   ArgumentChecker checker(context, args, Direction::in, true);
   checker.rank_major_sums();
   DispatchBwdCall call{};
+  checker.sum_format(args.format);
   call.grad_recv = checker.in<const std::byte>("grad_recv", args.grad_recv, Type::rows, {Dim::P, Dim::M, Dim::H});
   checker.rank_major_staging();
   call.grad_tokens = checker.out<std::byte>("grad_tokens", args.grad_tokens, Type::like_rows, {Dim::T, Dim::H});
@@ -208,6 +215,7 @@ DispatchBwdCall check(const GroupContext& context, const epx_dispatch_rank_major
                                                             {Dim::P, Dim::M, Dim::K});
   call.grad_topk_weights =
       checker.optional_out<float>("grad_topk_weights", args.grad_topk_weights, Type::float32, {Dim::T, Dim::K});
+  checker.format_tensors();
   return finish(checker, call);
 }
 

@@ -609,9 +609,9 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
 
 /** @defgroup formats Row formats
  *
- * dispatch and combine_bwd can carry rows in 8 or 4 bits with their scales. Without a format dispatch copies rows of any of
- * these dtypes. With one there are three ways, which follow from the dtypes of a call. In combine_bwd grad_out is what tokens
- * is in dispatch, and grad_expert_out what recv_tokens is:
+ * Rows can travel in 8 or 4 bits with their scales. Without a format dispatch copies rows of any of these dtypes. With one,
+ * dispatch and combine_bwd have three ways, which follow from the dtypes of a call. In combine_bwd grad_out is what tokens is
+ * in dispatch, and grad_expert_out what recv_tokens is:
  *
  *      tokens          recv_tokens     recv_scales  what happens
  *   a  quantised       the same dtype  given        rows and scales arrive as they are
@@ -646,6 +646,17 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * scale becomes s * w, rounded. The other scalings refuse them (INVALID_ARGUMENT): weigh early, where the experts compute. In
  * c an element becomes (q * s) * w, each product rounded to float32, and then to the receive dtype. The weights' gradients
  * take the elements of grad_out as q * s in float32, without w.
+ *
+ * ## Sums
+ * combine and dispatch_bwd, which add rows up, quantise for the wire alone: their tensors are wide, those of the format NULL.
+ * A rank quantises the partial sum of a token's rows once, from float32, without a rounding to the dtype; in the rank-major
+ * layout the row is the partial sum. The home rank adds the ranks' q * s in rank order in float32, from +0, and rounds once
+ * to the dtype. Its own partial sum takes the same way. The scaling is BLOCK128 or MX, and the group's combine_precision is
+ * WIRE (else INVALID_ARGUMENT).
+ *
+ * A finite partial sum p in a block of scale s comes home with an error of at most max(2^-4 * |p|, 2^-10 * s) for E4M3, and
+ * max(2^-3 * |p|, 2^-17 * s) for E5M2, times 1 + 2^-16, plus 2^-126. The errors of a token's partial sums add up. To that
+ * come the roundings of the sum at home.
  *
  * Groups of several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
  * @{ */
@@ -826,6 +837,8 @@ typedef struct epx_combine_args {
   const epx_tensor* expert_out;   /**< [in]  [N, H] FLOAT32, FLOAT16 or BFLOAT16 */
   const epx_tensor* recv_weights; /**< [in, optional] [N] FLOAT32; absent: all 1 */
   const epx_tensor* out;          /**< [out] [T, H], dtype of expert_out */
+  /* After 0.1: */
+  const epx_row_format* format; /**< [optional] in which partial sums travel; NULL: in the dtype */
 } epx_combine_args;
 
 /** out[t] = sum over k of recv_weights[slot(t, k)] * expert_out[slot(t, k)], by the group's combine_precision and the rules
@@ -866,6 +879,8 @@ typedef struct epx_dispatch_bwd_args {
   const epx_tensor* grad_recv_weights; /**< [in, optional] [N] FLOAT32 */
   const epx_tensor* grad_tokens;       /**< [out] [T, H], dtype of grad_recv */
   const epx_tensor* grad_topk_weights; /**< [out] [T, K] FLOAT32, iff grad_recv_weights is given */
+  /* After 0.1: */
+  const epx_row_format* format; /**< [optional] in which partial sums travel, as in combine */
 } epx_dispatch_bwd_args;
 
 /** grad_tokens[t] = sum over k of grad_recv[slot(t, k)], as in combine without weights. grad_topk_weights[t, k] =
@@ -936,6 +951,7 @@ typedef struct epx_combine_rank_major_args {
   epx_stream stream;
   const epx_tensor* expert_out; /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum of each row's experts' rows */
   const epx_tensor* out;        /**< [out] [T, H], dtype of expert_out */
+  const epx_row_format* format; /**< [optional] in which rows travel; NULL: as they are */
 } epx_combine_rank_major_args;
 
 /** out[t] = the sum of token t's kept rows over the ranks in ascending order, in float32 by the rules above, rounded
@@ -972,6 +988,7 @@ typedef struct epx_dispatch_rank_major_bwd_args {
   const epx_tensor* grad_recv_weights; /**< [in, optional] [P, M, K] FLOAT32; read where recv_topk_idx was not -1 */
   const epx_tensor* grad_tokens;       /**< [out] [T, H], dtype of grad_recv */
   const epx_tensor* grad_topk_weights; /**< [out] [T, K] FLOAT32, iff grad_recv_weights is given */
+  const epx_row_format* format;        /**< [optional] in which rows travel; NULL: as they are */
 } epx_dispatch_rank_major_bwd_args;
 
 /** grad_tokens[t] = the sum of grad_recv over token t's kept rows, as in epx_combine_rank_major. grad_topk_weights[t, k] =

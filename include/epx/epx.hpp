@@ -464,6 +464,7 @@ struct CombineArgs {
   ConstTensor expert_out = {};
   ConstTensor recv_weights = {}; // optional
   Tensor out = {};
+  RowFormat format = {}; // optional
 };
 
 struct CombineBwdArgs {
@@ -486,6 +487,7 @@ struct DispatchBwdArgs {
   ConstTensor grad_recv_weights = {}; // optional
   Tensor grad_tokens = {};
   Tensor grad_topk_weights = {}; // iff grad_recv_weights is given
+  RowFormat format = {};         // optional
 };
 
 // The rank-major layout.
@@ -509,6 +511,7 @@ struct CombineRankMajorArgs {
   epx_stream stream = nullptr;
   ConstTensor expert_out = {};
   Tensor out = {};
+  RowFormat format = {}; // optional
 };
 
 struct CombineRankMajorBwdArgs {
@@ -528,6 +531,7 @@ struct DispatchRankMajorBwdArgs {
   ConstTensor grad_recv_weights = {}; // optional
   Tensor grad_tokens = {};
   Tensor grad_topk_weights = {}; // iff grad_recv_weights is given
+  RowFormat format = {};         // optional
 };
 
 // ---- Memory that peers reach -----------------------------------------------------------------------------------------
@@ -686,6 +690,8 @@ public:
     call.expert_out = args.expert_out.get();
     call.recv_weights = args.recv_weights.get();
     call.out = args.out.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_combine(group_, &call), "epx_combine");
   }
 
@@ -707,6 +713,8 @@ public:
     call.grad_recv_weights = args.grad_recv_weights.get();
     call.grad_tokens = args.grad_tokens.get();
     call.grad_topk_weights = args.grad_topk_weights.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_dispatch_bwd(group_, &call), "epx_dispatch_bwd");
   }
 
@@ -728,6 +736,8 @@ public:
     auto call = c_args<epx_combine_rank_major_args>(args);
     call.expert_out = args.expert_out.get();
     call.out = args.out.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_combine_rank_major(group_, &call), "epx_combine_rank_major");
   }
 
@@ -746,6 +756,8 @@ public:
     call.grad_recv_weights = args.grad_recv_weights.get();
     call.grad_tokens = args.grad_tokens.get();
     call.grad_topk_weights = args.grad_topk_weights.get();
+    const epx_row_format format = args.format.get();
+    if (args.format) call.format = &format;
     require_success(epx_dispatch_rank_major_bwd(group_, &call), "epx_dispatch_rank_major_bwd");
   }
 

@@ -287,13 +287,13 @@ CALLS = {
         ("prepare", _PLAN),
         ("dispatch", _ROWS, _MORE),
         ("prepare_dispatch", f"{_PLAN} {_ROWS}", _MORE),
-        ("combine", "expert_out recv_weights out"),
+        ("combine", "expert_out recv_weights out", _FORMAT),
         ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights", _FORMAT),
-        ("dispatch_bwd", _GRADS),
+        ("dispatch_bwd", _GRADS, _FORMAT),
         ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts", _FORMAT),
-        ("combine_rank_major", "expert_out out"),
+        ("combine_rank_major", "expert_out out", _FORMAT),
         ("combine_rank_major_bwd", "grad_out grad_expert_out", _FORMAT),
-        ("dispatch_rank_major_bwd", _GRADS),
+        ("dispatch_rank_major_bwd", _GRADS, _FORMAT),
     )
 }
 

@@ -66,16 +66,19 @@ void require_shapes(const RankMajorPlan& plan, std::span<const Matrix> tokens, s
   }
 }
 
-// out[t] = the sum of its rows over the ranks in ascending order.
-void sum_rows(const RankMajorPlan& plan, std::span<const Matrix> rows, std::span<Matrix> out) {
+// out[t] = the sum of its rows over the ranks in ascending order, as they arrive.
+void sum_rows(const RankMajorPlan& plan, std::span<const Matrix> rows, std::span<Matrix> out, const Format* format) {
   require_shapes(plan, out, rows);
+  std::vector<Matrix> arrived(rows.begin(), rows.end());
+  for (Matrix& matrix : arrived)
+    if (format != nullptr) matrix = dequantise(*format, quantise(*format, matrix), EPX_FLOAT32);
   for (size_t home = 0; home < plan.ranks.size(); ++home)
     for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token)
       for (int64_t h = 0; h < out[home].cols; ++h) {
         float acc = 0.0F;
         for (size_t rank = 0; rank < plan.ranks.size(); ++rank)
           if (const int64_t row = kept_row_of(plan, home, token, static_cast<int>(rank)); row >= 0)
-            acc += load(rows[rank], row, h);
+            acc += load(arrived[rank], row, h);
         store(out[home], token, h, acc);
       }
 }
@@ -143,8 +146,9 @@ void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTenso
   });
 }
 
-void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> expert_out, std::span<Matrix> out) {
-  sum_rows(plan, expert_out, out);
+void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> expert_out, std::span<Matrix> out,
+                        const Format* format) {
+  sum_rows(plan, expert_out, out, format);
 }
 
 void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> grad_out, std::span<Matrix> grad_expert_out,
@@ -164,7 +168,7 @@ void combine_rank_major_bwd(const RankMajorPlan& plan, std::span<const Matrix> g
 }
 
 void dispatch_rank_major_bwd(const RankMajorPlan& plan, const RankMajorDispatchBwdTensors& tensors) {
-  sum_rows(plan, tensors.grad_recv, tensors.grad_tokens);
+  sum_rows(plan, tensors.grad_recv, tensors.grad_tokens, tensors.format);
   const int top_k = plan.problem.top_k;
   for (size_t home = 0; home < tensors.grad_topk_weights.size(); ++home)
     for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token)

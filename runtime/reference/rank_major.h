@@ -47,7 +47,9 @@ struct RankMajorDispatchTensors {
 void dispatch_rank_major(const RankMajorPlan& plan, const RankMajorDispatchTensors& tensors);
 
 // expert_out: [P * M, H]; out: [T, H].
-void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> expert_out, std::span<Matrix> out);
+// `format` NULL: rows travel as they are.
+void combine_rank_major(const RankMajorPlan& plan, std::span<const Matrix> expert_out, std::span<Matrix> out,
+                        const Format* format = nullptr);
 
 // grad_out: [T, H]; grad_expert_out: [P * M, H].
 // `formats` NULL: rows travel as they are.
@@ -59,6 +61,7 @@ struct RankMajorDispatchBwdTensors {
   std::span<const std::vector<float>> grad_recv_weights; // [P * M, K]
   std::span<Matrix> grad_tokens;                         // [T, H]
   std::span<std::vector<float>> grad_topk_weights;       // [T, K]
+  const Format* format = nullptr;                        // NULL: rows travel as they are
 };
 void dispatch_rank_major_bwd(const RankMajorPlan& plan, const RankMajorDispatchBwdTensors& tensors);
 

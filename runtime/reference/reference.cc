@@ -314,14 +314,44 @@ float token_sum(const Problem& problem, size_t num_ranks, const Sources& sources
   return wire_sum(sources, terms, h);
 }
 
-// Rows from slots to tokens. A token without a kept route gets zero: the sum of nothing.
-void gather(const Plan& plan, const Sources& sources, std::span<Matrix> out) {
+// A format: each rank's partial sum of a token travels quantised, from fp32; what arrives is summed in rank order. `terms` are
+// in (rank, k) order.
+void store_quantised_sum(const Format& format, const Sources& sources, std::span<const Term> terms, Matrix& out,
+                         int64_t token) {
+  std::vector<int> ranks;
+  for (const Term& term : terms)
+    if (ranks.empty() || ranks.back() != term.rank) ranks.push_back(term.rank);
+  Matrix partials{EPX_FLOAT32, static_cast<int64_t>(ranks.size()), out.cols, {}};
+  partials.bytes.resize(ranks.size() * static_cast<size_t>(epx::row_bytes(EPX_FLOAT32, out.cols)));
+  for (size_t i = 0; i < ranks.size(); ++i)
+    for (int64_t h = 0; h < out.cols; ++h) {
+      float partial = 0.0F;
+      for (const Term& term : terms)
+        if (term.rank == ranks[i]) partial = step(partial, sources, term, h);
+      store(partials, static_cast<int64_t>(i), h, partial);
+    }
+  const Matrix arrived = dequantise(format, quantise(format, partials), EPX_FLOAT32);
+  for (int64_t h = 0; h < out.cols; ++h) {
+    float acc = 0.0F;
+    for (int64_t i = 0; i < arrived.rows; ++i)
+      acc += load(arrived, i, h);
+    store(out, token, h, acc);
+  }
+}
+
+// Rows from slots to tokens. A token without a kept route gets zero: the sum of nothing. `format` NULL: partial sums travel in
+// the dtype.
+void gather(const Plan& plan, const Sources& sources, std::span<Matrix> out, const Format* format) {
   require_matrices(plan, out, sources.rows);
   require_weights(sources.weights, sources.rows, 1);
   for (size_t home = 0; home < plan.ranks.size(); ++home) {
     for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token) {
       std::vector<Term> terms = kept_routes(plan, plan.ranks[home], token, sources.rows);
       if (plan.problem.precision != EPX_COMBINE_EXACT) std::ranges::stable_sort(terms, {}, &Term::rank);
+      if (format != nullptr) {
+        store_quantised_sum(*format, sources, terms, out[home], token);
+        continue;
+      }
       for (int64_t h = 0; h < out[home].cols; ++h) {
         store(out[home], token, h, token_sum(plan.problem, plan.ranks.size(), sources, terms, h));
       }
@@ -403,7 +433,7 @@ void dispatch(const Plan& plan, const DispatchTensors& tensors) {
 }
 
 void combine(const Plan& plan, const CombineTensors& tensors) {
-  gather(plan, {tensors.expert_out, tensors.recv_weights}, tensors.out);
+  gather(plan, {tensors.expert_out, tensors.recv_weights}, tensors.out, tensors.format);
 }
 
 void combine_bwd(const Plan& plan, const CombineBwdTensors& tensors) {
@@ -450,7 +480,7 @@ void dispatch_bwd(const Plan& plan, const DispatchBwdTensors& tensors) {
   require(tensors.grad_recv_weights.size() == tensors.grad_topk_weights.size(), "weight gradients on one side only");
   require_weights(tensors.grad_recv_weights, tensors.grad_recv, 1);
   require_weights(tensors.grad_topk_weights, tensors.grad_tokens, plan.problem.top_k);
-  gather(plan, {tensors.grad_recv, {}}, tensors.grad_tokens);
+  gather(plan, {tensors.grad_recv, {}}, tensors.grad_tokens, tensors.format);
   for (size_t home = 0; home < tensors.grad_topk_weights.size(); ++home) {
     const RankPlan& mine = plan.ranks[home];
     for (size_t i = 0; i < mine.slot.size(); ++i) {

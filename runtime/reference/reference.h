@@ -72,6 +72,7 @@ struct Sidecar {
 // touched". Routes whose slot is >= N of the receiving rank count as dropped. Tensors that do not fit the plan or each
 // other throw std::invalid_argument before anything is written.
 
+struct Format;
 struct FormatTensors; // formats.h
 
 struct DispatchTensors {
@@ -90,6 +91,7 @@ struct CombineTensors {
   std::span<const Matrix> expert_out;               // [N, H]
   std::span<const std::vector<float>> recv_weights; // [N]
   std::span<Matrix> out;                            // [T, H]
+  const Format* format = nullptr;                   // of partial sums on their way; NULL: they travel in the dtype
 };
 void combine(const Plan& plan, const CombineTensors& tensors);
 
@@ -108,6 +110,7 @@ struct DispatchBwdTensors {
   std::span<const std::vector<float>> grad_recv_weights; // [N]
   std::span<Matrix> grad_tokens;                         // [T, H]
   std::span<std::vector<float>> grad_topk_weights;       // [T, K]
+  const Format* format = nullptr;                        // as in combine
 };
 void dispatch_bwd(const Plan& plan, const DispatchBwdTensors& tensors);
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first C snippet of a page, and how a test makes a program of it."""
+"""The C snippets of a page, and how a test makes a program of them."""
 import argparse
 import pathlib
 import re
@@ -17,9 +17,10 @@ def arguments_of(description):
     return parser.parse_args()
 
 
-def snippet_of(page):
+def snippets_of(page):
+    """Returns the lines of each."""
     text = pathlib.Path(page).read_text(encoding="utf-8")
-    return re.search(r"^```c\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE).group(1).splitlines()
+    return [found.splitlines() for found in re.findall(r"^```c\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)]
 
 
 def compile_program(text, arguments, directory):

@@ -26,7 +26,7 @@ int main(int argc, char** argv) {{
 
 def main():
     arguments = c_page.arguments_of(__doc__)
-    lines = c_page.snippet_of(arguments.page)
+    lines = c_page.snippets_of(arguments.page)[0]
     with tempfile.TemporaryDirectory(prefix="epx_readme.") as directory:
         # Runs of this test beside each other must not meet.
         statements = [line.replace('"/tmp"', f'"{directory}"') for line in lines if not line.startswith("#include")]

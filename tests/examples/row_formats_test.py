@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the C snippet of docs/row-formats.md as it stands, on one rank, and compares the codes and scales that arrive."""
+"""Runs the C snippets of docs/row-formats.md as they stand, on one rank: dispatch, whose codes and scales it compares, and
+combine, whose sums it compares."""
 import subprocess
 import sys
 import tempfile
@@ -42,9 +43,21 @@ int main(void) {{
   const epx_tensor tokens_in = epx_tensor_2d(tokens, EPX_BFLOAT16, N, H);
   epx_dispatch_args dispatch = {{.struct_size = sizeof(dispatch), .layer = layer, .handle_mem = handle,
                                 .handle_mem_bytes = bytes, .tokens = &tokens_in}};
-{statements}
+  {{
+{dispatch}
+  }}
   for (int h = 0; h < H; ++h)
     if (rows[0][h] != 0x7e || rows[1][h] != 0x7e) return 2;
+  static uint16_t results[N][H], sums[N][H]; /* bfloat16: 448, then 1.03125, which E4M3 does not have at a scale of 1 */
+  for (int h = 0; h < H; ++h) results[0][h] = results[1][h] = h == 0 ? 0x43e0 : 0x3f84;
+  const epx_tensor expert_out = epx_tensor_2d(results, EPX_BFLOAT16, N, H), out = epx_tensor_2d(sums, EPX_BFLOAT16, N, H);
+  epx_combine_args combine = {{.struct_size = sizeof(combine), .layer = layer, .handle_mem = handle,
+                              .handle_mem_bytes = bytes, .expert_out = &expert_out, .out = &out}};
+  {{
+{combine}
+  }}
+  for (int h = 0; h < H; ++h)
+    if (sums[0][h] != (h == 0 ? 0x43e0 : 0x3f80) || sums[1][h] != sums[0][h]) return 3;
   printf("%a %a\\n", scales[0], scales[1]);
   epx_group_destroy(group);
   epx_bootstrap_free(&bootstrap);
@@ -57,8 +70,9 @@ int main(void) {{
 def main():
     arguments = c_page.arguments_of(__doc__)
     with tempfile.TemporaryDirectory(prefix="epx_row_formats.") as directory:
-        statements = "\n".join(c_page.snippet_of(arguments.page))
-        program = c_page.compile_program(PROGRAM.format(directory=directory, statements=statements), arguments, directory)
+        dispatch, combine = ("\n".join(lines) for lines in c_page.snippets_of(arguments.page))
+        text = PROGRAM.format(directory=directory, dispatch=dispatch, combine=combine)
+        program = c_page.compile_program(text, arguments, directory)
         output = subprocess.run([program], check=True, timeout=c_page.LIMIT_S, stdout=subprocess.PIPE, text=True).stdout
     if output != "0x1p+0 0x1.24924ap-9\n":  # 448 / 448, and 1 / 448
         sys.exit(f"the scales are {output}")

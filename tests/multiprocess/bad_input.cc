@@ -68,8 +68,11 @@ TEST_CASE("calls of each way, scaling and layout are taken") {
     round.run_all();
     for (const FormatWay way : {FormatWay::given, FormatWay::at_source, FormatWay::on_wire}) {
       for (const FormatCase& right : right_formats(way)) {
-        for (const Op op :
-             {Op::dispatch, Op::prepare_dispatch, Op::combine_bwd, Op::dispatch_rank_major, Op::combine_rank_major_bwd}) {
+        std::vector<Op> ops = {Op::dispatch, Op::prepare_dispatch, Op::combine_bwd, Op::dispatch_rank_major,
+                               Op::combine_rank_major_bwd};
+        if (way == FormatWay::on_wire && (right.scaling == EPX_SCALING_BLOCK128 || right.scaling == EPX_SCALING_MX))
+          ops.insert(ops.end(), {Op::combine, Op::dispatch_bwd, Op::combine_rank_major, Op::dispatch_rank_major_bwd});
+        for (const Op op : ops) {
           const auto calls = round.calls();
           give_format(*calls, op, right);
           set_prepare_dispatch(*calls);
@@ -107,6 +110,23 @@ TEST_CASE("formats whose rows the group has no room for are refused with the siz
       calls->dispatch.format = nullptr;
       check_status(call(Op::dispatch, *calls), EPX_ERROR_INVALID_ARGUMENT, "a wide row");
       check_tells(epx_last_error(), {"tokens", "bfloat16", "max_token_dtype", "float4_e2m1"}, "a wide row");
+    });
+  }
+}
+
+TEST_CASE("sums travel quantised in precision wire alone") {
+  for (const auto& [precision, name] : {std::pair{EPX_COMBINE_EXACT, "exact"}, std::pair{EPX_COMBINE_NODE, "node"}}) {
+    epx_group_config config = round_config();
+    config.combine_precision = precision;
+    with_group(config, [name = name](epx_group group, int rank) {
+      LayerRound round(group, rank);
+      round.run_all();
+      const auto calls = round.calls();
+      give_format(*calls, Op::combine, {.way = FormatWay::on_wire, .amax_floor = 0.0F});
+      for (const Op op : {Op::combine, Op::dispatch_bwd}) {
+        check_status(call(op, *calls), EPX_ERROR_INVALID_ARGUMENT, "a sum with a format");
+        check_tells(epx_last_error(), {"row format", "combine_precision", name, "wire"}, "a sum with a format");
+      }
     });
   }
 }

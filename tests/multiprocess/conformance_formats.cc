@@ -54,6 +54,10 @@ struct FormatRow {
   Beside beside = {};
 };
 
+bool has_sums(epx_scaling scaling) {
+  return scaling == EPX_SCALING_BLOCK128 || scaling == EPX_SCALING_MX;
+}
+
 LayerCase layer_of(const FormatRow& row) {
   LayerCase layer = base_case().layer;
   layer.format = layer.rank_major_format = row.format;
@@ -63,6 +67,7 @@ LayerCase layer_of(const FormatRow& row) {
     layer.combine_bwd_format = layer.format;
     layer.combine_rank_major_bwd_format = layer.rank_major_format;
   }
+  if (row.format.way == FormatWay::on_wire && has_sums(row.format.scaling)) layer.sum_format = row.format;
   layer.dtype = layer.combine_dtype = row.dtype;
   layer.hidden = layer.combine_hidden = row.hidden;
   layer.combine_bwd_weights = row.beside.weights;
@@ -99,9 +104,17 @@ void run_formats(const GroupCase& group_case, std::span<const FormatRow> rows) {
         layer.dispatch(works[i]);
         layer.prepare_dispatch(works[i]);
         if (rows[i].format.way != FormatWay::copied) layer.combine_bwd(works[i]);
+        if (layers[i].sum_format.is_quantised()) {
+          layer.combine(works[i]);
+          layer.dispatch_bwd(works[i]);
+        }
         if (num_nodes(group_case) == 1) {
           layer.dispatch_rank_major(works[i]);
           if (rows[i].format.way != FormatWay::copied) layer.combine_rank_major_bwd(works[i]);
+          if (layers[i].sum_format.is_quantised()) {
+            layer.combine_rank_major(works[i]);
+            layer.dispatch_rank_major_bwd(works[i]);
+          }
         }
         group.check_status();
       } catch (const std::exception& error) {
@@ -239,6 +252,11 @@ TEST_CASE("row formats: in the slots of a rank without routes, rows and scales b
         if (is_stale || group.rank() == 1) layer.expect_mismatch(!is_stale);
         layer.combine_bwd(spoiled);
         group.check_status();
+        if (layer_case.sum_format.is_quantised()) {
+          if (is_stale || group.rank() == 1) layer.expect_mismatch(!is_stale);
+          layer.combine(spoiled);
+          group.check_status();
+        }
         layer.prepare_dispatch(good);
         group.check_status();
       });

@@ -93,6 +93,7 @@ void give_format(Calls& c, Op op, const FormatCase& format) {
   given.amax_floor = format.amax_floor;
   c.dispatch.format = c.dispatch_rank_major.format = &given;
   c.combine_bwd.format = c.combine_rank_major_bwd.format = &given;
+  c.combine.format = c.dispatch_bwd.format = c.combine_rank_major.format = c.dispatch_rank_major_bwd.format = &given;
   c.tokens.dtype = c.grad_out.dtype = format.token_dtype(kDtype);
   c.recv_tokens.dtype = c.recv_rows.dtype = format.recv_dtype(kDtype);
   c.grad_expert_out.dtype = c.grad_rows.dtype = format.recv_dtype(kDtype);

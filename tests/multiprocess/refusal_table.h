@@ -150,4 +150,7 @@ struct FormattedRows {
 // Adds those of a call with a row format. `rows` are N, or P * M.
 void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, const FormattedRows& names);
 
+// Adds those of a call whose sums have a format.
+void add_sum_format_refusals(RefusalTable& table, Op op, const FormattedRows& names);
+
 } // namespace epx::test

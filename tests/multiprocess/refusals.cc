@@ -131,6 +131,7 @@ void add_combine(std::vector<Refusal>& refusals, int64_t num_rows) {
   table.add_tensor("expert_out", &Calls::expert_out);
   table.add_tensor("out", &Calls::out);
   table.add_stray_sidecar("expert_out", &Calls::expert_out);
+  add_sum_format_refusals(table, Op::combine, {&Calls::expert_out, "expert_out", &Calls::out, "out"});
 }
 
 void add_combine_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t num_rows) {
@@ -178,6 +179,7 @@ void add_dispatch_bwd(std::vector<Refusal>& refusals, int num_tokens, int64_t nu
   table.add_tensor("grad_recv", &Calls::grad_recv);
   table.add_tensor("grad_tokens", &Calls::grad_tokens);
   table.add_stray_sidecar("grad_tokens", &Calls::grad_tokens);
+  add_sum_format_refusals(table, Op::dispatch_bwd, {&Calls::grad_recv, "grad_recv", &Calls::grad_tokens, "grad_tokens"});
 }
 
 void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
@@ -248,6 +250,7 @@ void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) 
   combine.add_overlap("out", &Calls::out, "expert_out", &Calls::row_expert_out);
   combine.add_tensor("expert_out", &Calls::row_expert_out);
   combine.add_stray_sidecar("expert_out", &Calls::row_expert_out);
+  add_sum_format_refusals(combine, Op::combine_rank_major, {&Calls::row_expert_out, "expert_out", &Calls::out, "out"});
 
   RefusalTable combine_bwd(refusals, "combine_rank_major_bwd", Op::combine_rank_major_bwd);
   combine_bwd.add("grad_out NULL", [](Calls& c) { c.combine_rank_major_bwd.grad_out = nullptr; }, {"grad_out", "NULL"});
@@ -268,6 +271,8 @@ void add_later_rank_major_calls(std::vector<Refusal>& refusals, int num_tokens) 
   dispatch_bwd.add_size("grad_recv_weights", "of another M", &Calls::recv_row_weights, 1, 2, kRowsPerSource);
   dispatch_bwd.add_size("grad_topk_weights", "of another T", &Calls::grad_topk_weights, 0, 1, num_tokens);
   dispatch_bwd.add_tensor("grad_recv", &Calls::grad_rows);
+  add_sum_format_refusals(dispatch_bwd, Op::dispatch_rank_major_bwd,
+                          {&Calls::grad_rows, "grad_recv", &Calls::grad_tokens, "grad_tokens"});
 }
 
 // prepare_dispatch refuses what prepare and dispatch refuse, and tokens that are not those of the indices.

@@ -290,4 +290,29 @@ void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t row
   if (op == Op::combine_bwd) formats.add_weights();
 }
 
+void add_sum_format_refusals(RefusalTable& table, Op op, const FormattedRows& names) {
+  const auto add = [&](const std::string& name, epx_scaling scaling, std::function<void(Calls&)> spoil,
+                       std::vector<std::string> words) {
+    const auto spoil_call = [op, scaling, spoil_right = std::move(spoil)](Calls& c) {
+      give_format(c, op, right_format(kOnWire, scaling));
+      spoil_right(c);
+    };
+    table.add("format " + name, spoil_call, std::move(words));
+  };
+  const auto sent = names.sent, received = names.received;
+  add("in which sums do not travel", kNv, [](Calls&) {}, {"format.scaling", "nv", "block128 or mx"});
+  add("in which sums do not travel", kPow2, [](Calls&) {}, {"format.scaling", "block128_pow2", "block128 or mx"});
+  add("without a scaling", kMx, [](Calls& c) { c.format.scaling = EPX_SCALING_NONE; }, {"scaling", "0", "none"});
+  add("of other elements", kBlock128, [](Calls& c) { c.format.dtype = EPX_FLOAT8_E5M2; },
+      {"format", "float8_e5m2", "block128", "float8_e4m3"});
+  add("with scales", kMx, [](Calls& c) { c.format.scales = &c.scales; }, {"format.scales", "NULL"});
+  add("with received scales", kBlock128, [](Calls& c) { c.format.recv_scales = &c.recv_scales; },
+      {"format.recv_scales", "NULL"});
+  add("with columns of no scales", kMx, [](Calls& c) { c.format.scale_layout = kColumns; }, {"scale_layout", "1|columns"});
+  add("of rows that come quantised", kMx, [=](Calls& c) { (c.*sent).dtype = EPX_FLOAT8_E4M3; },
+      {names.sent_name, "float8_e4m3", "float32"});
+  add("of sums that arrive quantised", kBlock128, [=](Calls& c) { (c.*received).dtype = EPX_FLOAT8_E4M3; },
+      {names.received_name, "float8_e4m3", "bfloat16"});
+}
+
 } // namespace epx::test

@@ -163,6 +163,10 @@ void choose_formats(LayerCase& layer, const GroupCase& group, Rng& rng) {
   layer.combine_rank_major_bwd_format = random_format(group, layer.combine_hidden, 0, rng);
   for (FormatCase* format : {&layer.combine_bwd_format, &layer.combine_rank_major_bwd_format})
     if (format->way == FormatWay::copied) *format = {}; // rows without scales are not computed with
+  const FormatCase sums = random_format(group, std::min(layer.hidden, layer.combine_hidden), 0, rng);
+  if (sums.way == FormatWay::on_wire && group.precision == EPX_COMBINE_WIRE &&
+      (sums.scaling == EPX_SCALING_BLOCK128 || sums.scaling == EPX_SCALING_MX))
+    layer.sum_format = sums;
 }
 
 // Sets the group's limits to what the layer needs or to more.
@@ -315,7 +319,8 @@ std::string describe(const Case& c) {
       "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
       "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
-      "format={} M={} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} iterations={} "
+      "format={} M={} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} sum-format={} "
+      "iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
       l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
@@ -325,8 +330,8 @@ std::string describe(const Case& c) {
       g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
       l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
       describe_format(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe_format(l.rank_major_format),
-      describe_format(l.combine_bwd_format), describe_format(l.combine_rank_major_bwd_format), c.iterations,
-      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+      describe_format(l.combine_bwd_format), describe_format(l.combine_rank_major_bwd_format),
+      describe_format(l.sum_format), c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

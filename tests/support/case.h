@@ -97,6 +97,7 @@ struct LayerCase {
   FormatCase rank_major_format;
   FormatCase combine_bwd_format; // not copied
   FormatCase combine_rank_major_bwd_format;
+  FormatCase sum_format; // of the calls that add rows up: none or on_wire, the latter in precision wire
   RankMajorRows rank_major = RankMajorRows::absent;
 };
 

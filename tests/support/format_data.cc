@@ -33,10 +33,14 @@ Tensor scales_tensor(const reference::ReceivedScales& scales, void* data) {
 
 } // namespace
 
+reference::Format reference_format(const FormatCase& format) {
+  return {format.scaling, format.dtype, format.scales, format.amax_floor};
+}
+
 std::optional<FormatData> make_format_data(const FormatCase& format, int64_t hidden, const std::vector<int64_t>& tokens,
                                            const std::vector<int64_t>& rows, Rng& rng) {
   if (!format.is_quantised()) return std::nullopt;
-  FormatData data{{format.scaling, format.dtype, format.scales, format.amax_floor}, {}, {}, {}, {}, {}};
+  FormatData data{reference_format(format), {}, {}, {}, {}, {}};
   const bool is_nv = format.scaling == EPX_SCALING_NV;
   const int64_t num_scales = reference::num_scales(format.scaling, hidden);
   for (size_t rank = 0; rank < tokens.size(); ++rank) {

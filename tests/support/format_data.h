@@ -27,6 +27,8 @@ struct FormatData {
   reference::FormatTensors tensors() { return {format, scales, row_scales, encode_scales, recv_scales, recv_row_scales}; }
 };
 
+reference::Format reference_format(const FormatCase& format);
+
 // Returns inputs with any bytes and scribbled outputs, for T and N of each rank; none where the format has no tensors.
 std::optional<FormatData> make_format_data(const FormatCase& format, int64_t hidden, const std::vector<int64_t>& tokens,
                                            const std::vector<int64_t>& rows, Rng& rng);

@@ -57,6 +57,15 @@ void check_same_plan(const std::vector<std::byte>& prepared, const std::vector<s
 
 } // namespace
 
+// A format without tensors; none where rows travel as they are.
+RowFormat wire_format(const FormatCase& format) {
+  if (!format.is_quantised()) return {};
+  RowFormat result(format.scaling);
+  result.dtype = format.dtype;
+  result.amax_floor = format.amax_floor;
+  return result;
+}
+
 // The tensors of a call, with its outputs in the order in which they were made.
 class LayerRun::Tensors {
 public:
@@ -333,6 +342,7 @@ void LayerRun::combine(const Workload& work) {
     args.recv_weights = tensors.floats_in("recv_weights", data.recv_weights[rank], 0);
   }
 
+  args.format = wire_format(layer_.sum_format);
   group_.view().combine(args);
   finish(buffers, EPX_OP_COMBINE);
   check_rows("out", data.out[rank], tensors.next_output(), NanRule::any_nan);
@@ -382,6 +392,7 @@ void LayerRun::dispatch_bwd(const Workload& work) {
     args.grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
   }
 
+  args.format = wire_format(layer_.sum_format);
   group_.view().dispatch_bwd(args);
   finish(buffers, EPX_OP_DISPATCH_BWD);
   check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);
@@ -458,6 +469,7 @@ void LayerRun::combine_rank_major(const Workload& work) {
       Tensors::reshaped(tensors.rows_in("expert_out", data.expert_out[rank]), by_source(work, layer_.combine_hidden));
   args.out = tensors.rows_out("out", data.out[rank]);
 
+  args.format = wire_format(layer_.sum_format);
   group_.view().combine_rank_major(args);
   finish(buffers, EPX_OP_COMBINE_RANK_MAJOR);
   check_rows("out", data.out[rank], tensors.next_output(), NanRule::any_nan);
@@ -495,6 +507,7 @@ void LayerRun::dispatch_rank_major_bwd(const Workload& work) {
     args.grad_topk_weights = tensors.floats_out("grad_topk_weights", data.grad_topk_weights[rank], layer_.top_k);
   }
 
+  args.format = wire_format(layer_.sum_format);
   group_.view().dispatch_rank_major_bwd(args);
   finish(buffers, EPX_OP_DISPATCH_RANK_MAJOR_BWD);
   check_rows("grad_tokens", data.grad_tokens[rank], tensors.next_output(), NanRule::any_nan);

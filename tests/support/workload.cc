@@ -108,6 +108,11 @@ std::vector<Matrix> per_rank(MakeRows make, epx_dtype dtype, const std::vector<i
   return matrices;
 }
 
+std::optional<reference::Format> sum_format(const LayerCase& layer) {
+  if (!layer.sum_format.is_quantised()) return std::nullopt;
+  return reference_format(layer.sum_format);
+}
+
 // Returns the rows that a scatter sends. `dtype` is that of wide ones.
 std::vector<Matrix> token_rows(const FormatCase& format, epx_dtype dtype, int64_t hidden,
                                const std::vector<int64_t>& tokens, Rng& rng) {
@@ -206,7 +211,8 @@ struct Maker {
     data.recv_weights = weights_per_rank(layer.combine_weights, random_weights, recv, 1, rng);
     data.out = per_rank(scribbled, layer.combine_dtype, tokens, layer.combine_hidden, rng);
     const CombineData before = data;
-    reference::combine(plan, {data.expert_out, data.recv_weights, data.out});
+    const auto format = sum_format(layer);
+    reference::combine(plan, {data.expert_out, data.recv_weights, data.out, format ? &*format : nullptr});
     keep_untouched(data.out, before.out, lost);
     return data;
   }
@@ -245,7 +251,9 @@ struct Maker {
     data.grad_tokens = per_rank(scribbled, layer.dtype, tokens, layer.hidden, rng);
     data.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, scribbled_floats, tokens, layer.top_k, rng);
     const DispatchBwdData before = data;
-    reference::dispatch_bwd(plan, {data.grad_recv, data.grad_recv_weights, data.grad_tokens, data.grad_topk_weights});
+    const auto format = sum_format(layer);
+    reference::dispatch_bwd(plan, {data.grad_recv, data.grad_recv_weights, data.grad_tokens, data.grad_topk_weights,
+                                   format ? &*format : nullptr});
     keep_untouched(data.grad_tokens, before.grad_tokens, lost);
     keep_untouched(data.grad_topk_weights, before.grad_topk_weights, lost);
     return data;
@@ -329,7 +337,8 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
   combine.expert_out = per_rank(random_rows, layer.combine_dtype, rows, layer.combine_hidden, rng);
   combine.out = per_rank(scribbled, layer.combine_dtype, tokens, layer.combine_hidden, rng);
   const auto out_before = combine.out;
-  reference::combine_rank_major(seen, combine.expert_out, combine.out);
+  const auto sums = sum_format(layer);
+  reference::combine_rank_major(seen, combine.expert_out, combine.out, sums ? &*sums : nullptr);
   keep_untouched(combine.out, out_before, lost);
 
   RankMajorData::DispatchBwd& dispatch_bwd = data.dispatch_bwd;
@@ -338,8 +347,9 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
   dispatch_bwd.grad_tokens = per_rank(scribbled, layer.dtype, tokens, layer.hidden, rng);
   dispatch_bwd.grad_topk_weights = weights_per_rank(layer.dispatch_bwd_grads, scribbled_floats, tokens, layer.top_k, rng);
   const RankMajorData::DispatchBwd before = dispatch_bwd;
-  reference::dispatch_rank_major_bwd(seen, {dispatch_bwd.grad_recv, dispatch_bwd.grad_recv_weights,
-                                            dispatch_bwd.grad_tokens, dispatch_bwd.grad_topk_weights});
+  reference::dispatch_rank_major_bwd(seen,
+                                     {dispatch_bwd.grad_recv, dispatch_bwd.grad_recv_weights, dispatch_bwd.grad_tokens,
+                                      dispatch_bwd.grad_topk_weights, sums ? &*sums : nullptr});
   keep_untouched(dispatch_bwd.grad_tokens, before.grad_tokens, lost);
   keep_untouched(dispatch_bwd.grad_topk_weights, before.grad_topk_weights, lost);
   return data;

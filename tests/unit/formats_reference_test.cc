@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The oracle of quantised rows is compared with answers worked out by hand from epx.h.
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <optional>
+#include <random>
 #include <vector>
 
 #include <doctest/doctest.h>
@@ -252,4 +254,61 @@ TEST_CASE("row formats: dispatch zeroes the rows and scales of pads, or leaves b
   epx::reference::dispatch(plan, {{&token, 1}, {}, {}, {&received, 1}, {}, {}, false, &wire});
   const float scale = 448.0F * (1.0F / 448.0F);
   CHECK(floats_of(received) == Values{6.0F * scale, 4.0F * scale});
+}
+
+// Three ranks, whose tokens all go to each of them: the sum of a token has three partial sums, of any magnitude.
+TEST_CASE("row formats: a sum over a quantised wire is within the bound that epx.h tells, and comes near it") {
+  constexpr int64_t kTokens = 8, kHidden = 300;
+  constexpr size_t kRanks = 3;
+  const epx::reference::Problem problem{3, 3, 1, 72};
+  const std::vector<epx::reference::Routing> routing(
+      kRanks, {kTokens, {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2}});
+  const epx::reference::RankMajorPlan plan = epx::reference::plan_rank_major(problem, routing, kTokens);
+  std::minstd_rand rng(7);
+  std::vector<Matrix> rows;
+  for (size_t rank = 0; rank < kRanks; ++rank) {
+    Values values;
+    for (int64_t i = 0; i < static_cast<int64_t>(kRanks) * kTokens * kHidden; ++i) {
+      const auto mantissa = static_cast<float>(rng() % 4096) / 4096.0F - 0.5F;
+      values.push_back(std::ldexp(mantissa, -static_cast<int>(rng() % 12) - static_cast<int>(i / kHidden % 5) * 32));
+    }
+    rows.push_back(one_row(values));
+    rows.back().rows = static_cast<int64_t>(kRanks) * kTokens;
+    rows.back().cols = kHidden;
+  }
+  for (const epx::reference::Format& format : {kBlock128, with_floor(kBlock128, 1e-4F), kMx, kMxE5M2}) {
+    const bool is_e5m2 = format.dtype == EPX_FLOAT8_E5M2;
+    const double step = is_e5m2 ? 0x1p-3 : 0x1p-4, least_step = is_e5m2 ? 0x1p-17 : 0x1p-10;
+    const int64_t block = format.scaling == EPX_SCALING_MX ? 32 : 128;
+    std::vector<Matrix> scales, out;
+    for (const Matrix& matrix : rows) {
+      scales.push_back(epx::reference::quantise(format, matrix).scales);
+      out.push_back(one_row(Values(kTokens * kHidden)));
+      out.back().rows = kTokens;
+      out.back().cols = kHidden;
+    }
+    const auto scale_of = [&](size_t rank, int64_t row, int64_t h) -> double {
+      if (format.scales == EPX_FLOAT32) return epx::reference::load(scales[rank], row, h / block);
+      return std::ldexp(1.0, std::to_integer<int>(scales[rank].bytes[row * scales[rank].cols + h / block]) - 127);
+    };
+    epx::reference::combine_rank_major(plan, rows, out, &format);
+    double nearest = 0.0;
+    for (size_t home = 0; home < kRanks; ++home)
+      for (int64_t token = 0; token < kTokens; ++token)
+        for (int64_t h = 0; h < kHidden; ++h) {
+          const int64_t row = static_cast<int64_t>(home) * kTokens + token;
+          double sum = 0.0, bound = 0.0, magnitudes = 0.0;
+          for (size_t rank = 0; rank < kRanks; ++rank) {
+            const double partial = epx::reference::load(rows[rank], row, h);
+            sum += partial;
+            magnitudes += std::fabs(partial);
+            bound += std::max(step * std::fabs(partial), least_step * scale_of(rank, row, h)) * (1.0 + 0x1p-16) + 0x1p-126;
+          }
+          bound += kRanks * 0x1p-24 * (magnitudes + bound); // of the sum at home
+          const double error = std::fabs(epx::reference::load(out[home], token, h) - sum);
+          REQUIRE(error <= bound);
+          nearest = std::max(nearest, error / bound);
+        }
+    CHECK(nearest > 0.8);
+  }
 }

@@ -60,7 +60,8 @@ Matrix weighted_sum(const RowKernels& kernels, const Matrix& rows, const float* 
   std::vector<const std::byte*> pointers;
   for (int64_t r = 0; r < rows.rows; ++r)
     pointers.push_back(row(rows, r));
-  kernels.weighted_sum(rows.dtype, out.bytes.data(), pointers.data(), weights, static_cast<int>(rows.rows), rows.cols);
+  kernels.weighted_sum(rows.dtype, out.bytes.data(), rows.dtype, pointers.data(), weights, static_cast<int>(rows.rows),
+                       rows.cols);
   return out;
 }
 

@@ -16,6 +16,7 @@
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
 // they have more, a tile is all splits of a token's rows, which spares looking up the token twice. On few SMs, and where they
 // have many, batch_gather_kernel takes a batch of tokens as a tile (LaunchPlan::next_gather; batch_gather.cuh).
+#include "runtime/stages/cuda/gather/quantised_gather.h"
 #include "runtime/stages/cuda/gather/rank_major_gather.h"
 #include "runtime/stages/cuda/kernels.h"
 
@@ -278,6 +279,7 @@ cudaError_t launch_as(const Launcher& launcher, const MovementCall& call, const 
 template <typename Call>
 cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTensors& tensors) {
   const CallDescriptor descriptor = describe(call, kNotRegistered);
+  if (call.format.is_quantised()) return launch_quantised_gather(launcher, call, descriptor, tensors);
   if (call.dtype == EPX_FLOAT32) return launch_as<float>(launcher, call, descriptor, tensors);
   if (call.dtype == EPX_FLOAT16) return launch_as<__half>(launcher, call, descriptor, tensors);
   return launch_as<__nv_bfloat16>(launcher, call, descriptor, tensors);

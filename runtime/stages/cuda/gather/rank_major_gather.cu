@@ -20,6 +20,7 @@
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/gather/gather_rows.cuh"
 #include "runtime/stages/cuda/gather/ll_gather.cuh"
+#include "runtime/stages/cuda/gather/quantised_gather.h"
 #include "runtime/stages/cuda/gather/weight_grads.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
@@ -178,10 +179,11 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 
 template <typename Call>
 cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTensors& tensors) {
+  const CallDescriptor descriptor = describe(call, kNotRegistered);
+  if (call.format.is_quantised()) return launch_quantised_gather(launcher, call, descriptor, tensors);
   const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
                                                               ReceiverWork::sums, launcher.stream);
-  const GatherParams params{make_movement_params(launcher.group, role_counts, call, describe(call, kNotRegistered)),
-                            tensors};
+  const GatherParams params{make_movement_params(launcher.group, role_counts, call, descriptor), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, launcher.stream, params);
   if (call.dtype == EPX_FLOAT16)
     return launch_cooperative(&rank_major_gather_kernel<__half>, grid, launcher.stream, params);

@@ -7,12 +7,16 @@
 // In precision node the partial rows travel as in wire, and the home rank also computes the sum of each node, as the relays of
 // a group over several machines would.
 //
+// With a row format a partial row travels quantised, this rank's own too.
+//
 // When the rows of all ranks lie in registered memory, nothing is staged: the home rank computes the same sums in the same
-// order, and reads the rows where they are. Sums by node have one step of rounding more than that knows, and are staged.
+// order, and reads the rows where they are. Sums by node, and those that travel quantised, have one step of rounding more than
+// that knows, and are staged.
 
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "runtime/stages/host/gather/row_sums.h"
 #include "runtime/stages/host/host_stages.h"
@@ -32,13 +36,14 @@ struct GatherTensors {
   float* weight_grads_out;   // [T, K]; NULL iff weight_grads is
 };
 
-void send_partials_home(const Movement& movement, const GatherTensors& tensors) {
+template <typename Sums>
+void send_partials_home(const Movement& movement, const GatherTensors& tensors, Sums policy) {
   const MovementCall& call = movement.call;
   const HandleReader& plan = movement.plan;
   const GatherStaging staging(movement.group);
   const int64_t bytes = row_bytes(call);
   const bool weighted = tensors.row_weights != nullptr;
-  RowSums sums(call.dtype, call.hidden, weighted);
+  RowSums sums(std::move(policy));
   for (int64_t first_slot = 0; first_slot < plan.header->rows_in_use; ++first_slot) {
     const SlotRecord& record = plan.slot_records[first_slot];
     if (record.first == 0 || !movement.limits.has_origin(record) || !movement.is_active(record.source)) continue;
@@ -83,10 +88,10 @@ void send_routes_home(const Movement& movement, const GatherTensors& tensors) {
 }
 
 // Calls add_rows(sum, token) for each token, and computes the sums of the rows that it adds.
-template <typename AddRows>
-void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool weighted, const AddRows& add_rows) {
+template <typename Sums, typename AddRows>
+void sum_tokens(const MovementCall& call, const GatherTensors& tensors, Sums policy, const AddRows& add_rows) {
   const int64_t bytes = row_bytes(call);
-  RowSums sums(call.dtype, call.hidden, weighted);
+  RowSums sums(std::move(policy));
   for (int64_t token = 0; token < call.num_tokens; ++token) {
     add_rows(sums.next(tensors.out + token * bytes), token);
     sums.submit_next();
@@ -95,7 +100,8 @@ void sum_tokens(const MovementCall& call, const GatherTensors& tensors, bool wei
 }
 
 // Sums the partial rows, or the routes' rows, that the peers have staged here.
-void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
+template <typename Sums>
+void sum_at_home(const Movement& movement, const GatherTensors& tensors, Sums policy) {
   const MovementCall& call = movement.call;
   const GroupShape& shape = movement.group.context.shape;
   const GatherStaging staging(movement.group);
@@ -104,7 +110,7 @@ void sum_at_home(const Movement& movement, const GatherTensors& tensors) {
   const bool by_node = shape.sums_by_node();
   const float* const staged_weights = staging.weights(home);
   std::array<int, kMaxTopK> nodes{}; // by rank ordinal of the token
-  sum_tokens(call, tensors, exact && tensors.row_weights != nullptr, [&](RowSum& sum, int64_t token) {
+  sum_tokens(call, tensors, std::move(policy), [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
     uint64_t partials = 0; // one bit for each rank that sent one, by rank ordinal, which ascends with the rank
     for (int k = 0; k < call.top_k; ++k) {
@@ -144,7 +150,7 @@ void sum_in_place(const Movement& movement, const GatherTensors& tensors) {
   const bool exact = movement.group.context.shape.precision == EPX_COMBINE_EXACT;
   const bool weighted = tensors.row_weights != nullptr;
   const int64_t bytes = row_bytes(call);
-  sum_tokens(call, tensors, weighted, [&](RowSum& sum, int64_t token) {
+  sum_tokens(call, tensors, PlainSums(call, weighted), [&](RowSum& sum, int64_t token) {
     const Route* routes = movement.plan.routes + token * call.top_k;
     const auto add = [&](const Route& route) {
       sum.add(movement.rows_of(route.rank) + call.row_of_slot(route.slot) * bytes,
@@ -177,15 +183,20 @@ void collect_weights_at_home(const Movement& movement, const GatherTensors& tens
 void gather(HostGroup& group, const MovementCall& call, const GatherTensors& tensors, const CallDescriptor& descriptor) {
   const DefaultFloatEnvironment environment;
   const Movement movement = begin_movement(group, call, descriptor);
+  const bool is_quantised = call.format.is_quantised();
+  const bool weighted = tensors.row_weights != nullptr;
+  const bool exact = group.context.shape.precision == EPX_COMBINE_EXACT;
   const bool is_in_place =
-      !group.context.shape.sums_by_node() && all_rows_are_registered(group, tensors); // on all ranks alike
+      !is_quantised && !group.context.shape.sums_by_node() && all_rows_are_registered(group, tensors); // on all ranks alike
   if (movement.takes_part) {
     if (is_in_place)
       sum_in_place(movement, tensors);
-    else if (group.context.shape.precision == EPX_COMBINE_EXACT)
+    else if (exact)
       send_routes_home(movement, tensors);
+    else if (is_quantised)
+      send_partials_home(movement, tensors, SumsToWire(call, weighted));
     else
-      send_partials_home(movement, tensors);
+      send_partials_home(movement, tensors, PlainSums(call, weighted));
     if (tensors.weight_grads != nullptr && call.is_rank_major())
       send_rank_major_weights_home(movement, tensors.weight_grads);
     else if (tensors.weight_grads != nullptr)
@@ -193,7 +204,10 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
   }
   group.protocol.complete(); // after it all staged rows are here, and all rows that are read in place have been read
   if (!movement.takes_part) return;
-  if (!is_in_place) sum_at_home(movement, tensors);
+  if (is_quantised)
+    sum_at_home(movement, tensors, SumsOfWire(call));
+  else if (!is_in_place)
+    sum_at_home(movement, tensors, PlainSums(call, exact && weighted));
   if (tensors.weight_grads_out != nullptr && call.is_rank_major())
     collect_rank_major_weights(movement, tensors.weight_grads_out);
   else if (tensors.weight_grads_out != nullptr)

@@ -17,9 +17,9 @@ struct RowKernels {
   const char* instruction_set;
 
   // out[c] = round(sum over i < num_rows of weights[i] * rows[i][c]), each step acc = fma(w, x, acc) from +0; without
-  // weights acc + x. num_rows may be 0. out overlaps no row.
-  void (*weighted_sum)(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights, int num_rows,
-                       int64_t cols);
+  // weights acc + x. num_rows may be 0. out overlaps no row. One of the dtypes is FLOAT32, or both are the same.
+  void (*weighted_sum)(epx_dtype out_dtype, std::byte* out, epx_dtype dtype, const std::byte* const* rows,
+                       const float* weights, int num_rows, int64_t cols);
 
   // The sum is computed in two steps: the rows come in num_groups groups of group_sizes[g] rows; each group is summed and
   // rounded as by weighted_sum, then these partial sums are.

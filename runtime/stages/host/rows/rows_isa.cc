@@ -30,23 +30,24 @@ inline void accumulate_rows(float* acc, const std::byte* const* rows, const floa
   }
 }
 
-template <typename Format, bool kWeighted>
-inline void sum_block(typename Format::Bits* out, const std::byte* const* rows, const float* weights, int num_rows,
+template <typename OutFormat, typename Format, bool kWeighted>
+inline void sum_block(typename OutFormat::Bits* out, const std::byte* const* rows, const float* weights, int num_rows,
                       int64_t column, int count) {
   float acc[kBlock] = {};
   accumulate_rows<Format, kWeighted>(acc, rows, weights, num_rows, column, count);
   for (int i = 0; i < count; ++i)
-    out[i] = Format::store(acc[i]);
+    out[i] = OutFormat::store(acc[i]);
 }
 
-template <typename Format, bool kWeighted>
+template <typename OutFormat, typename Format, bool kWeighted>
 void sum_rows(std::byte* out, const std::byte* const* rows, const float* weights, int num_rows, int64_t cols) {
-  auto* result = reinterpret_cast<typename Format::Bits*>(out);
+  auto* result = reinterpret_cast<typename OutFormat::Bits*>(out);
   int64_t column = 0;
   for (; column + kBlock <= cols; column += kBlock) // a constant count lets the compiler keep acc in registers
-    sum_block<Format, kWeighted>(result + column, rows, weights, num_rows, column, kBlock);
+    sum_block<OutFormat, Format, kWeighted>(result + column, rows, weights, num_rows, column, kBlock);
   if (column < cols)
-    sum_block<Format, kWeighted>(result + column, rows, weights, num_rows, column, static_cast<int>(cols - column));
+    sum_block<OutFormat, Format, kWeighted>(result + column, rows, weights, num_rows, column,
+                                            static_cast<int>(cols - column));
 }
 
 template <typename Format, bool kWeighted>
@@ -102,14 +103,26 @@ float dot_rows(const std::byte* a, const std::byte* b, int64_t cols) {
   return acc[0];
 }
 
-void weighted_sum(epx_dtype dtype, std::byte* out, const std::byte* const* rows, const float* weights, int num_rows,
-                  int64_t cols) {
+template <typename OutFormat, typename Format>
+void weighted_sum_as(std::byte* out, const std::byte* const* rows, const float* weights, int num_rows, int64_t cols) {
+  if (weights != nullptr)
+    sum_rows<OutFormat, Format, true>(out, rows, weights, num_rows, cols);
+  else
+    sum_rows<OutFormat, Format, false>(out, rows, weights, num_rows, cols);
+}
+
+void weighted_sum(epx_dtype out_dtype, std::byte* out, epx_dtype dtype, const std::byte* const* rows, const float* weights,
+                  int num_rows, int64_t cols) {
   with_format(dtype, [&](auto format) {
     using Format = decltype(format);
-    if (weights != nullptr)
-      sum_rows<Format, true>(out, rows, weights, num_rows, cols);
+    if (out_dtype == dtype)
+      weighted_sum_as<Format, Format>(out, rows, weights, num_rows, cols);
+    else if (out_dtype == EPX_FLOAT32)
+      weighted_sum_as<Float32, Format>(out, rows, weights, num_rows, cols);
     else
-      sum_rows<Format, false>(out, rows, weights, num_rows, cols);
+      with_format(out_dtype, [&](auto out_format) {
+        weighted_sum_as<decltype(out_format), Float32>(out, rows, weights, num_rows, cols);
+      });
   });
 }
 
