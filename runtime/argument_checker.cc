@@ -240,10 +240,7 @@ void ArgumentChecker::format(const epx_row_format* format) {
   if (format == nullptr) return;
   call_.format = check_format(*format, function_);
   format_ = format;
-  if (context_.window_access == WindowAccess::by_kernels && context_.shape.num_nodes() > 1)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "{}: the call has a row format, and the group has {} nodes, between which rows travel as they are", function_,
-         context_.shape.num_nodes());
+  require_formats(context_.window_access == WindowAccess::by_kernels, context_.shape.num_nodes(), function_);
 }
 
 FormatTensors ArgumentChecker::format_tensors() {
@@ -252,8 +249,7 @@ FormatTensors ArgumentChecker::format_tensors() {
   const GroupShape& shape = context_.shape;
   const int64_t hidden = size_of(Dim::H);
   const bool comes_quantised = is_quantised_dtype(rows_dtype_), arrives_quantised = is_quantised_dtype(recv_dtype_);
-  if (hidden % elements_per_byte(format.elements) != 0)
-    refuse("H is {}; with scaling {} it must be even, since a byte has two elements", hidden, name_of(format.scaling));
+  require_whole_bytes(format, hidden, function_);
   const int64_t wire_bytes = WireRow(format, shape.hidden_dim).bytes;
   if (wire_bytes > context_.layout.row_stride)
     refuse("rows of {} with scaling {} take up to {} bytes, and those of the group's max_token_dtype {} take {}",

@@ -82,4 +82,17 @@ WireFormat check_format(const epx_row_format& format, const char* function) {
   return {format.scaling, format.dtype, scales, format.amax_floor + 0.0f}; // ranks compare bits, and -0 is 0
 }
 
+void require_whole_bytes(const WireFormat& format, int64_t hidden, const char* function) {
+  if (hidden % elements_per_byte(format.elements) != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: H is {}; with scaling {} it must be even, since a byte has two elements",
+         function, hidden, name_of(format.scaling));
+}
+
+void require_formats(bool on_gpus, int num_nodes, const char* function) {
+  if (on_gpus && num_nodes > 1)
+    fail(EPX_ERROR_UNSUPPORTED,
+         "{}: the call has a row format, and the group has {} nodes, between which rows travel as they are", function,
+         num_nodes);
+}
+
 } // namespace epx

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller passes as an epx_row_format.
+// What a caller passes as an epx_row_format. Messages begin with `function`, or with the name of what has the format.
 #pragma once
 
 #include "epx/epx.h"
@@ -7,11 +7,17 @@
 
 namespace epx {
 
-// Returns the format of a scaling with its defaults. Throws when there is no such scaling; `function` is for the message.
+// Returns the format of a scaling with its defaults. Throws when there is no such scaling.
 epx_row_format default_format(epx_scaling scaling, const char* function);
 
 // Returns the format that a caller passed, without its tensors: elements, floor and scaling fit each other, and so does the
 // dtype of the scales where a tensor of them is given. Throws INVALID_ARGUMENT.
 WireFormat check_format(const epx_row_format& format, const char* function);
+
+// Throws INVALID_ARGUMENT unless a quantised row of `hidden` elements has whole bytes.
+void require_whole_bytes(const WireFormat& format, int64_t hidden, const char* function);
+
+// Throws UNSUPPORTED unless a group of so many nodes takes calls with a format. `on_gpus`: its transport is one of GPUs.
+void require_formats(bool on_gpus, int num_nodes, const char* function);
 
 } // namespace epx
