@@ -465,9 +465,9 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
-/** The parts of an MoE layer, and what it is created for. What it points to need not outlive the call that it is passed
- * to. Ranks of a group agree on every field, those of `router` and `ffn` too, except ffn->num_local_experts,
- * max_tokens_per_rank and recompute. */
+/** The parts of an MoE layer, and what it is created for. What it points to, the arena excepted, is copied and need not
+ * outlive the call that it is passed to. Ranks of a group agree on every field, those of `router`, `ffn` and
+ * `dispatch_format` too, except ffn->num_local_experts, max_tokens_per_rank and recompute. */
 typedef struct epx_moe_block_config {
   size_t struct_size;                  /**< set by epx_moe_block_config_init */
   const epx_moe_router_config* router; /**< required; num_experts must be the group's */
@@ -485,6 +485,12 @@ typedef struct epx_moe_block_config {
   /** 1: a flight does not keep pre_act; the backward computes it again from the rows received. The results have the same
    * bits, and ranks may differ in it. Default 0. */
   int32_t recompute;
+  /** [optional] The format in which the forward's rows travel to their experts (epx.h, "Row formats", way c): they arrive
+   * in `dtype`, dequantised, and a rank's rows for itself are quantised too. NULL: they travel as they are. Its tensors
+   * are NULL, its scale_layout ROWS. dtype is not FLOAT64; H is even with NV. All other rows stay wide: those of combine
+   * and of the backward, whose gradients pass straight through the quantiser. A group whose dispatch refuses a format
+   * refuses the block with the same status: UNSUPPORTED where it has several nodes of GPUs. */
+  const epx_row_format* dispatch_format;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 
@@ -562,7 +568,7 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
  * Errors on all ranks alike, and the group lives on; what one rank alone finds fails on the others with its number:
  * - MISMATCH: an option differs between ranks. The message names it, two ranks and their values.
  * - INVALID_ARGUMENT: the config; it does not fit the group or the arena.
- * - UNSUPPORTED: a group on GPUs in a build without CUDA.
+ * - UNSUPPORTED: a group on GPUs in a build without CUDA; dispatch_format on GPUs of several nodes.
  * - SYSTEM.
  * - OUT_OF_MEMORY of memory that peers reach.
  *

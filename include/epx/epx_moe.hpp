@@ -18,6 +18,8 @@
 #ifndef EPX_EPX_MOE_HPP_
 #define EPX_EPX_MOE_HPP_
 
+#include <optional>
+
 #include "epx/epx.hpp"
 #include "epx/epx_moe.h"
 
@@ -467,8 +469,8 @@ inline void ffn_bwd(const epx_moe_ffn_config& config, const FfnBwdArgs& args) {
 
 // ---- Block -----------------------------------------------------------------------------------------------------------
 
-// An epx_moe_block_config with its defaults, which holds the configs of its router and its FFN. `router` and `ffn` here hide
-// the pointers of the C struct, so that a copy is a config of its own.
+// An epx_moe_block_config with its defaults, which holds the configs of its router and its FFN, and its format. Their members
+// here hide the pointers of the C struct, so that a copy is a config of its own.
 struct BlockConfig : epx_moe_block_config {
   BlockConfig() : epx_moe_block_config() {
     require_success(epx_moe_block_config_init(this, sizeof(epx_moe_block_config)), "epx_moe_block_config_init");
@@ -479,11 +481,13 @@ struct BlockConfig : epx_moe_block_config {
     epx_moe_block_config config = *this;
     config.router = &router;
     config.ffn = &ffn;
+    config.dispatch_format = dispatch_format ? &*dispatch_format : nullptr;
     return config;
   }
 
   RouterConfig router;
   FfnConfig ffn;
+  std::optional<epx_row_format> dispatch_format; // RowFormat::get()
 };
 
 struct ArenaConfig {

@@ -23,6 +23,8 @@ template <typename Value>
 int64_t to_word(Value value) {
   if constexpr (std::is_same_v<Value, double>)
     return std::bit_cast<int64_t>(value);
+  else if constexpr (std::is_same_v<Value, float>)
+    return std::bit_cast<int32_t>(value);
   else
     return static_cast<int64_t>(value);
 }
@@ -31,6 +33,8 @@ template <typename Value>
 std::string format_word(int64_t word) {
   if constexpr (std::is_same_v<Value, double>) {
     return fmt::format("{}", std::bit_cast<double>(word));
+  } else if constexpr (std::is_same_v<Value, float>) {
+    return fmt::format("{}", std::bit_cast<float>(static_cast<int32_t>(word)));
   } else if constexpr (std::is_enum_v<Value>) {
     const std::string_view name = name_of(static_cast<Value>(word));
     return name.starts_with("unknown") ? std::to_string(word) : std::string(name);
@@ -118,6 +122,25 @@ constexpr std::array kFfnMembers = {
     agreed<&FfnConfig::activation>("activation"), may_differ<&FfnConfig::reserved>(),
 };
 
+// Of a rank whose rows travel as they are, with scaling NONE and zeros. Its tensors are NULL and its scale_layout is ROWS on
+// every rank that goes on.
+using RowFormat = epx_row_format;
+constexpr std::array kFormatMembers = {
+    may_differ<&RowFormat::struct_size>(),
+    agreed<&RowFormat::scaling>("scaling"),
+    agreed<&RowFormat::dtype>("dtype"),
+    agreed<&RowFormat::amax_floor>(
+        "amax_floor", [](const RowFormat& format) { return to_word(format.amax_floor + 0.0F); }, // -0 is 0
+        format_word<float>),
+    may_differ<&RowFormat::scale_layout>(),
+    may_differ<&RowFormat::scales>(),
+    may_differ<&RowFormat::row_scales>(),
+    may_differ<&RowFormat::encode_scale>(),
+    may_differ<&RowFormat::recv_scales>(),
+    may_differ<&RowFormat::recv_row_scales>(),
+    may_differ<&RowFormat::reserved>(),
+};
+
 using BlockConfig = epx_moe_block_config;
 constexpr std::array kBlockMembers = {
     may_differ<&BlockConfig::struct_size>(),
@@ -135,6 +158,7 @@ constexpr std::array kBlockMembers = {
         [](const BlockConfig& config) -> int64_t { return config.arena == nullptr ? config.max_in_flight : 0; }),
     may_differ<&BlockConfig::max_tokens_per_rank>(), // not used: the group has it
     may_differ<&BlockConfig::recompute>(),           // the results have the same bits, and peers reach the same memory
+    may_differ<&BlockConfig::dispatch_format>(),     // whose members are compared
     may_differ<&BlockConfig::reserved>(),
 };
 
@@ -151,6 +175,7 @@ constexpr std::array kArenaMembers = {
 // The configs have no padding, so a member that no line above names shows here.
 static_assert(bytes_of(kRouterMembers) == sizeof(RouterConfig), "a member has no line in the table");
 static_assert(bytes_of(kFfnMembers) == sizeof(FfnConfig), "a member has no line in the table");
+static_assert(bytes_of(kFormatMembers) == sizeof(RowFormat), "a member has no line in the table");
 static_assert(bytes_of(kBlockMembers) == sizeof(BlockConfig), "a member has no line in the table");
 static_assert(bytes_of(kArenaMembers) == sizeof(ArenaConfig), "a member has no line in the table");
 
@@ -158,8 +183,8 @@ static_assert(bytes_of(kArenaMembers) == sizeof(ArenaConfig), "a member has no l
 struct Record {
   epx_status status; // of this rank's own part
   int32_t is_arena;
-  int64_t
-      values[num_agreed(kArenaMembers) + num_agreed(kBlockMembers) + num_agreed(kRouterMembers) + num_agreed(kFfnMembers)];
+  int64_t values[num_agreed(kArenaMembers) + num_agreed(kBlockMembers) + num_agreed(kRouterMembers) +
+                 num_agreed(kFfnMembers) + num_agreed(kFormatMembers)];
 };
 static_assert(sizeof(Record) <= EPX_MAX_RECORD_BYTES);
 
@@ -174,6 +199,8 @@ void add_block_options(std::vector<Options::Option>& list, const std::string& pr
   add_options(list, prefix, config, kBlockMembers);
   add_options(list, prefix + "router.", *config.router, kRouterMembers);
   add_options(list, prefix + "ffn.", *config.ffn, kFfnMembers);
+  add_options(list, prefix + "dispatch_format.", config.dispatch_format != nullptr ? *config.dispatch_format : RowFormat{},
+              kFormatMembers);
 }
 
 void require_equal(const Options& options, const std::vector<Record>& ranks) {

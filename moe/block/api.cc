@@ -47,6 +47,7 @@ void require_block_config(const epx_moe_block_config* config, const char* name) 
   require_struct(config, name);
   require_struct(config->router, "config.router");
   require_struct(config->ffn, "config.ffn");
+  if (config->dispatch_format != nullptr) require_struct(config->dispatch_format, "config.dispatch_format");
 }
 
 // What an arena is made for.

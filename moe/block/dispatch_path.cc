@@ -119,6 +119,7 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
   dispatch.topk_weights = call.routing.topk_weights.get();
   dispatch.recv_tokens = mine.recv_tokens.get();
   dispatch.recv_weights = mine.recv_weights.get();
+  dispatch.format = plan().dispatch_format ? &*plan().dispatch_format : nullptr;
   auto combine = exchange_args<epx_combine_args>(call, mine);
   combine.expert_out = mine.expert_out.get();
   combine.recv_weights = late(mine.recv_weights);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Its
-// handle memory is the number of rows in use and the row map.
+// The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Rows of a
+// format are quantised as a group's are. Its handle memory is the number of rows in use and the row map.
 #include <algorithm>
 #include <vector>
 
@@ -8,9 +8,30 @@
 #include "moe/block/exchange.h"
 #include "moe/permute/permute.h"
 #include "moe/tensors.h"
+#include "runtime/formats/format_arguments.h"
+#include "runtime/stages/host/rows/float_environment.h"
+#include "runtime/stages/host/rows/rows.h"
 
 namespace epx::moe {
 namespace {
+
+// Writes what arrives for rows whose wire alone is quantised.
+template <typename T>
+void quantise_and_back(const epx_row_format& row_format, const T* rows, int64_t num_rows, int64_t hidden, T* arrived) {
+  const host::DefaultFloatEnvironment environment;
+  const rows::RowKernels& kernels = rows::row_kernels();
+  const WireFormat format = check_format(row_format, "dispatch");
+  const WireRow wire(format, hidden);
+  std::vector<std::byte> quantised(static_cast<size_t>(wire.bytes));
+  for (int64_t row = 0; row < num_rows; ++row) {
+    float row_scale = 0.0F;
+    std::byte* const scales = quantised.data() + wire.scales;
+    kernels.quantise(format, kDtypeOf<T>, reinterpret_cast<const std::byte*>(rows + row * hidden), hidden, nullptr,
+                     quantised.data(), scales, &row_scale);
+    kernels.dequantise(format, kDtypeOf<T>, quantised.data(), scales, row_scale, nullptr, hidden,
+                       reinterpret_cast<std::byte*>(arrived + row * hidden));
+  }
+}
 
 template <typename T>
 class LocalExchange final : public Exchange {
@@ -35,7 +56,14 @@ public:
 
   void dispatch(const epx_dispatch_args& args) override {
     const RowMap map = row_map(args.handle_mem, *args.tokens);
-    scatter_tokens(map, args.tokens->data, args.recv_tokens->data, row_bytes(kDtypeOf<T>, args.tokens->sizes[1]));
+    const int64_t hidden = args.tokens->sizes[1];
+    const T* tokens = data_of<T>(args.tokens);
+    if (args.format != nullptr) {
+      arrived_.resize(static_cast<size_t>(args.tokens->sizes[0] * hidden));
+      quantise_and_back(*args.format, tokens, args.tokens->sizes[0], hidden, arrived_.data());
+      tokens = arrived_.data();
+    }
+    scatter_tokens(map, tokens, args.recv_tokens->data, row_bytes(kDtypeOf<T>, hidden));
     scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
   }
 
@@ -78,6 +106,7 @@ private:
   int64_t top_k_;
   int64_t alignment_;
   std::vector<T> weights_; // [max_tokens, K]
+  std::vector<T> arrived_; // [T, H] of a call with a format: tokens as they arrive
 };
 
 } // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "base/dtypes.h"
 #include "base/error.h"
@@ -10,9 +11,34 @@
 #include "moe/cuda/cuda_call.h"
 #include "moe/router/cuda/kernels.h"
 #include "moe/router/router.h"
+#include "runtime/formats/format_arguments.h"
 
 namespace epx::moe {
 namespace {
+
+constexpr const char* kFormatName = "dispatch_format"; // in messages
+
+// The wire alone is quantised: no scales come with a block's rows, and none arrive.
+void require_format(const epx_row_format& format, const epx_moe_block_config& config) {
+  const std::pair<const char*, const epx_tensor*> tensors[] = {{"scales", format.scales},
+                                                               {"row_scales", format.row_scales},
+                                                               {"encode_scale", format.encode_scale},
+                                                               {"recv_scales", format.recv_scales},
+                                                               {"recv_row_scales", format.recv_row_scales}};
+  for (const auto& [name, tensor] : tensors)
+    if (tensor != nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "{}.{} is given; a block's rows come and arrive in its dtype, without scales, so it must be NULL", kFormatName,
+           name);
+  if (format.scale_layout != EPX_SCALES_ROWS)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}.scale_layout is {}; rows arrive without scales, so it must be EPX_SCALES_ROWS (0)",
+         kFormatName, static_cast<int>(format.scale_layout));
+  const WireFormat wire = check_format(format, kFormatName);
+  require_whole_bytes(wire, config.ffn->hidden_dim, kFormatName);
+  if (!is_token_dtype(config.dtype))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; with a dispatch_format it must be float32, float16 or bfloat16",
+         name_of(config.dtype));
+}
 
 // Checks all that needs no group.
 void require_config(const epx_moe_block_config& config) {
@@ -30,6 +56,7 @@ void require_config(const epx_moe_block_config& config) {
   for (const int64_t reserved : config.reserved)
     if (reserved != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the block's config is {}; it must be 0", reserved);
+  if (config.dispatch_format != nullptr) require_format(*config.dispatch_format, config);
   with_real(config.dtype, [&]<typename T>(T) {
     require_finite<T>(config.router->scaling_factor, "router.scaling_factor");
     require_finite<T>(config.router->aux_loss_coeff, "router.aux_loss_coeff");
@@ -59,6 +86,7 @@ void require_fit(const epx_group_info& info, const epx_moe_block_config& config)
   if (single_element_bytes(config.dtype) > single_element_bytes(info.max_token_dtype))
     fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}, which is wider than the group's max_token_dtype, {}",
          name_of(config.dtype), name_of(info.max_token_dtype));
+  if (config.dispatch_format != nullptr) require_formats(on_gpu, info.num_ranks / info.ranks_per_node, kFormatName);
 }
 
 void plan_with_group(const epx_group_info& info, BlockPlan& plan) {
@@ -102,6 +130,7 @@ BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   plan.dtype = config.dtype;
   plan.real = config.dtype == EPX_FLOAT64 ? EPX_FLOAT64 : EPX_FLOAT32;
   plan.layer = {config.router->top_k, config.alignment};
+  if (config.dispatch_format != nullptr) plan.dispatch_format = *config.dispatch_format;
   plan.is_early = config.weighting == EPX_MOE_WEIGHT_EARLY;
   plan.recomputes = config.recompute == 1;
   if (group == nullptr) {

@@ -2,6 +2,8 @@
 // A block's config, checked, with what its group tells: all that the sizes of its memory follow from.
 #pragma once
 
+#include <optional>
+
 #include "epx/epx_moe.h"
 #include "moe/ffn/ffn.h"
 #include "moe/tensors.h"
@@ -14,6 +16,7 @@ struct BlockPlan {
   epx_dtype dtype;
   epx_dtype real; // of weights
   epx_layer layer;
+  std::optional<epx_row_format> dispatch_format; // without tensors
   bool is_early;
   bool recomputes;
   Place place; // of tensors
@@ -24,7 +27,7 @@ struct BlockPlan {
   bool is_on_gpu() const { return place == Place::cuda; }
 };
 
-// Local: the group, which may be NULL, makes no call. The config, its router and its ffn have passed require_struct. Throws
+// Local: the group, which may be NULL, makes no call. The config, its router, ffn and format have passed require_struct. Throws
 // when the config is no good, or does not fit the group.
 BlockPlan plan_block(epx_group group, const epx_moe_block_config& config);
 

@@ -6,7 +6,7 @@ import enum
 from ctypes import POINTER, c_double, c_int32, c_int64, c_size_t, c_void_p
 
 from ._library import load
-from ._structs import GROUP, Tensor, _declare
+from ._structs import GROUP, RowFormat, Tensor, _declare
 
 libepx_moe = load("libepx_moe.so.0")
 
@@ -85,6 +85,7 @@ class BlockConfig(ctypes.Structure):
         ("max_in_flight", c_int32),
         ("max_tokens_per_rank", c_int32),
         ("recompute", c_int32),
+        ("dispatch_format", POINTER(RowFormat)),
         ("reserved", c_int64 * 4),
     ]
 

@@ -16,6 +16,7 @@
 #include "tests/moe/block_cases.h"
 #include "tests/moe/block_layer.h"
 #include "tests/moe/failing_allocation.h"
+#include "tests/moe/row_formats.h"
 #include "tests/support/address_sanitizer.h"
 #include "tests/support/check.h"
 #include "tests/support/local_bootstrap.h"
@@ -49,6 +50,28 @@ TEST_CASE("a block on 1, 2, 3 and 4 ranks has the bits of the local one") {
   }
   for (const auto& split : kSplits) {
     each_rank(split, group_config(EPX_COMBINE_EXACT), [&](const Rank& rank) {
+      for (const Layer& layer : layers)
+        RankBlock(rank, layer).run();
+      check_status_clean(rank);
+    });
+  }
+}
+
+TEST_CASE("rows that travel in a format have the bits of the local block, and those of tokens that were quantised before") {
+  epx_group_config group = group_config(EPX_COMBINE_EXACT);
+  group.hidden_dim = 300; // the last block of each scaling is short
+  std::vector<Layer> layers;
+  for (const epx_row_format& format : wire_formats()) {
+    layers.push_back(make_layer(60, {3, EPX_MOE_WEIGHT_LATE, 4, 0.1, false, group.hidden_dim, 9, format}));
+    Layer arrived = layers.back();
+    arrived.config.dispatch_format.reset();
+    arrived.input.tokens = as_they_arrive(format, arrived.input.tokens);
+    arrived.run_locally();
+    CHECK(difference(layers.back().output.out, arrived.output.out) == "");
+    layers.push_back(make_layer(61, {2, EPX_MOE_WEIGHT_EARLY, 1, 0, false, group.hidden_dim, 9, format}));
+  }
+  for (const auto& split : kSplits) {
+    each_rank(split, group, [&](const Rank& rank) {
       for (const Layer& layer : layers)
         RankBlock(rank, layer).run();
       check_status_clean(rank);
@@ -256,6 +279,16 @@ TEST_CASE("an option that differs between ranks is named on all ranks, with both
        "block's weighting ?: rank 0 has late, rank % has early"},
       {nothing, [](Args& a) { a.block.alignment = 4; }, "block's alignment ?: rank 0 has 1, rank % has 4"},
       {nothing, [](Args& a) { a.block.max_in_flight = 3; }, "block's max_in_flight ?: rank 0 has 2, rank % has 3"},
+      {nothing, [](Args& a) { a.block.dispatch_format = RowFormat(EPX_SCALING_MX).get(); },
+       "block's dispatch_format.scaling ?: rank 0 has none, rank % has mx"},
+      {[](Args& a) { a.block.dispatch_format = RowFormat(EPX_SCALING_MX).get(); },
+       [](Args& a) { a.block.dispatch_format->dtype = EPX_FLOAT8_E5M2; },
+       "block's dispatch_format.dtype ?: rank 0 has float8_e4m3, rank % has float8_e5m2"},
+      {[](Args& a) { a.block.dispatch_format = RowFormat(EPX_SCALING_BLOCK128).get(); },
+       [](Args& a) { a.block.dispatch_format->amax_floor = 0.5F; },
+       "block's dispatch_format.amax_floor ?: rank 0 has 0.0001, rank % has 0.5"},
+      {on_arena, [](Args& a) { a.block.dispatch_format = RowFormat(EPX_SCALING_NV).get(); },
+       "arena's block.dispatch_format.scaling ?: rank 0 has none, rank % has nv"},
       {on_arena, [](Args& a) { a.num_flights = 4; }, "arena's num_flights ?: rank 0 has 2, rank % has 4"},
       {on_arena, [](Args& a) { a.max_rows = 5; }, "arena's max_rows ?: rank 0 has 0, rank % has 5"},
       {on_arena, [](Args& a) { a.block.weighting = EPX_MOE_WEIGHT_EARLY; },

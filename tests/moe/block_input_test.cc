@@ -26,6 +26,7 @@ TEST_CASE("the defaults of a block") {
   CHECK(config.alignment == 1);
   CHECK(config.max_in_flight == 1);
   CHECK(config.recompute == 0);
+  CHECK(config.dispatch_format == nullptr);
   CHECK(not_refused(epx_moe_block_config_init(nullptr, sizeof(config)), {"config", "NULL"}) == "");
   CHECK(not_refused(epx_moe_block_config_init(&config, 16), {"struct_size", "16", std::to_string(sizeof(config))}) == "");
   CHECK(epx_moe_block_destroy(nullptr) == EPX_SUCCESS);
@@ -39,6 +40,13 @@ TEST_CASE("the defaults of a block") {
   CHECK(arena.max_rows == 0);
   CHECK(not_refused(epx_moe_arena_config_init(&arena, 16), {"struct_size", "16", std::to_string(sizeof(arena))}) == "");
   CHECK(epx_moe_arena_destroy(nullptr) == EPX_SUCCESS);
+}
+
+constexpr epx_tensor kAnyTensor = {};
+
+// Gives the config a format that is good, and that a case spoils.
+epx_row_format& spoiled_format(BlockConfig& config, epx_scaling scaling = EPX_SCALING_BLOCK128) {
+  return config.dispatch_format.emplace(RowFormat(scaling).get());
 }
 
 TEST_CASE("a bad block config is refused") {
@@ -71,6 +79,23 @@ TEST_CASE("a bad block config is refused") {
       {[](Config& c) { c.ffn.reserved[0] = 3; }, {"reserved", "3"}},
       {[](Config& c) { c.recompute = 2; }, {"recompute", "2"}},
       {[](Config& c) { c.reserved[1] = 4; }, {"reserved", "4"}},
+      {[](Config& c) { spoiled_format(c).struct_size = 8; }, {"config.dispatch_format.struct_size is 8"}},
+      {[](Config& c) { spoiled_format(c).scaling = static_cast<epx_scaling>(9); }, {"dispatch_format: scaling is 9"}},
+      {[](Config& c) { spoiled_format(c).scaling = EPX_SCALING_NONE; }, {"dispatch_format: scaling is 0 (none)"}},
+      {[](Config& c) { spoiled_format(c).dtype = EPX_FLOAT8_E5M2; },
+       {"dispatch_format: format has dtype", "float8_e5m2", "block128", "float8_e4m3"}},
+      {[](Config& c) { spoiled_format(c).amax_floor = -1; }, {"dispatch_format: format.amax_floor is -1"}},
+      {[](Config& c) { spoiled_format(c).reserved[3] = 1; }, {"dispatch_format", "reserved"}},
+      {[](Config& c) { spoiled_format(c).scale_layout = EPX_SCALES_COLUMNS; },
+       {"dispatch_format.scale_layout is 1", "ROWS"}},
+      {[](Config& c) { spoiled_format(c).scales = &kAnyTensor; }, {"dispatch_format.scales is given", "NULL"}},
+      {[](Config& c) { spoiled_format(c).row_scales = &kAnyTensor; }, {"dispatch_format.row_scales is given", "NULL"}},
+      {[](Config& c) { spoiled_format(c).encode_scale = &kAnyTensor; }, {"dispatch_format.encode_scale is given", "NULL"}},
+      {[](Config& c) { spoiled_format(c).recv_scales = &kAnyTensor; }, {"dispatch_format.recv_scales is given", "NULL"}},
+      {[](Config& c) { spoiled_format(c).recv_row_scales = &kAnyTensor; },
+       {"dispatch_format.recv_row_scales is given", "NULL"}},
+      {[](Config& c) { spoiled_format(c, EPX_SCALING_NV); }, {"dispatch_format: H is 5", "nv", "even"}},
+      {[](Config& c) { spoiled_format(c), c.dtype = EPX_FLOAT64; }, {"dtype is float64", "dispatch_format", "float32"}},
   };
   for (size_t i = 0; i < table.size(); ++i) {
     CAPTURE(i);

@@ -3,6 +3,7 @@
 // them, and the part of each rank. The group may be on the host or on GPUs.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -118,6 +119,7 @@ struct LayerOptions {
   bool bfloat16_logits = false; // their values can be stored in two bytes
   int32_t hidden = kHidden;
   int32_t ffn = 9;
+  std::optional<epx_row_format> dispatch_format = {};
 };
 
 template <typename T>
@@ -132,6 +134,7 @@ LayerOf<T> make_layer_of(uint64_t seed, const LayerOptions& options) {
   layer.config.weighting = options.weighting;
   layer.config.alignment = options.alignment;
   layer.config.max_in_flight = 2;
+  layer.config.dispatch_format = options.dispatch_format;
   layer.input = {random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumTokens, kNumExperts}, rng),
                  random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumExperts}, rng, -0.1, 0.1),
                  Tensor<uint8_t>({kNumTokens}, 1)};

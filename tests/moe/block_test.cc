@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // These tests compare gradients of the local block (without a group) with finite differences, and check which results have the
 // same bits.
+#include <cmath>
 #include <limits>
 #include <string>
 
@@ -9,6 +10,7 @@
 #include "tests/moe/block_run.h"
 #include "tests/moe/permute_run.h"
 #include "tests/moe/router_run.h"
+#include "tests/moe/row_formats.h"
 
 namespace epx::test {
 namespace {
@@ -117,6 +119,39 @@ TEST_CASE("late and early weighting agree in float32, with all biases") {
   const auto expected = late.forward(input, params).out;
   CHECK(difference(early.forward(input, params).out, expected, 1e-5, max_abs(converted<double>(expected))) == "");
   CHECK(gradient_difference(early.backward(input, params), late.backward(input, params), 1e-5) == "");
+}
+
+// The gradient passes straight through the quantiser, so it too is that of the tokens that arrive.
+TEST_CASE("a block with a format has the bits of one whose tokens were quantised and dequantised before") {
+  const BlockShape shape = {6, 3, 300, 9, 12, EPX_MOE_SWIGLU}; // the last block of each scaling is short
+  Rng rng(80);
+  auto input = random_input<float>(shape, 11, rng);
+  for (int64_t t = 0; t < 11; ++t) // rows of other magnitudes have other scales
+    for (int64_t h = 0; h < shape.hidden; ++h)
+      input.tokens(t, h) *= std::ldexp(1.0F, static_cast<int>(3 * (t % 4 - h / 100)));
+  const auto params = random_block_params<float>(shape, rng);
+  for (const epx_moe_weighting weighting : {EPX_MOE_WEIGHT_LATE, EPX_MOE_WEIGHT_EARLY}) {
+    BlockConfig config = block_config<float>(shape);
+    config.weighting = weighting;
+    config.alignment = 4;
+    const Block<float> wide(nullptr, config);
+    const auto wide_out = wide.forward(input, params).out;
+    for (const epx_row_format& format : wire_formats()) {
+      CAPTURE(weighting);
+      CAPTURE(format.scaling);
+      CAPTURE(format.dtype);
+      auto arrived = input;
+      arrived.tokens = as_they_arrive(format, input.tokens);
+      const auto expected = wide.forward(arrived, params);
+      const auto expected_gradients = wide.backward(arrived, params);
+      config.dispatch_format = format;
+      const Block<float> block(nullptr, config);
+      const auto output = block.forward(input, params);
+      CHECK(difference(output.out, expected.out) == "");
+      CHECK(difference(output.out, wide_out) != "");
+      CHECK(gradient_difference(block.backward(input, params), expected_gradients) == "");
+    }
+  }
 }
 
 TEST_CASE("flights in any order have the same bits") {

@@ -136,11 +136,15 @@ TEST_CASE("epx_moe.hpp: configs have the defaults of the C API, and copies hold 
   moe::BlockConfig config;
   CHECK(config.alignment == 1);
   CHECK(config.dtype == EPX_FLOAT32);
+  CHECK(config.c_config().dispatch_format == nullptr);
   config.router.top_k = 3;
+  config.dispatch_format = epx::RowFormat(EPX_SCALING_MX).get();
   const moe::BlockConfig copy = config;
   config.router.top_k = 4;
+  config.dispatch_format.reset();
   CHECK(copy.c_config().router->top_k == 3);
   CHECK(copy.c_config().ffn == &copy.ffn);
+  CHECK(copy.c_config().dispatch_format->scaling == EPX_SCALING_MX);
 }
 
 TEST_CASE("epx_moe.hpp: a local block, and blocks that share an arena of a group") {
