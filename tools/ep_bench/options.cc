@@ -33,12 +33,6 @@ constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisio
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
 constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
     {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
-constexpr std::array<std::pair<const char*, NamedFormat>, 6> kFormats{{{"none", NamedFormat::None},
-                                                                       {"fp8-block128", NamedFormat::Fp8Block128},
-                                                                       {"fp8-block128-pow2", NamedFormat::Fp8Block128Pow2},
-                                                                       {"fp8-mx", NamedFormat::Fp8Mx},
-                                                                       {"fp8-e5m2-mx", NamedFormat::Fp8E5m2Mx},
-                                                                       {"fp4-nv", NamedFormat::Fp4Nv}}};
 constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{{{"rows", EPX_SCALES_ROWS},
                                                                                  {"columns", EPX_SCALES_COLUMNS},
                                                                                  {"packed", EPX_SCALES_PACKED},
@@ -388,8 +382,8 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
 
   options.transport = value_of<epx_transport>("--transport", transport, kTransports);
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
-  options.row_format = value_of<NamedFormat>("--row-format", row_format, kFormats);
-  options.wire_format = value_of<NamedFormat>("--wire-format", wire_format, kFormats);
+  options.row_format = value_of<NamedFormat>("--row-format", row_format, kNamedFormats);
+  options.wire_format = value_of<NamedFormat>("--wire-format", wire_format, kNamedFormats);
   options.scale_layout = value_of<epx_scale_layout>("--scale-layout", scale_layout, kScaleLayouts);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
@@ -436,7 +430,7 @@ const char* to_string(epx_dtype dtype) {
   return name_of<epx_dtype>(dtype, kDtypes);
 }
 const char* to_string(NamedFormat format) {
-  return name_of<NamedFormat>(format, kFormats);
+  return name_of<NamedFormat>(format, kNamedFormats);
 }
 const char* to_string(epx_scale_layout layout) {
   return name_of<epx_scale_layout>(layout, kScaleLayouts);

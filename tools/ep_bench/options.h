@@ -11,6 +11,7 @@
 
 #include "base/dtypes.h"
 #include "epx/epx.h"
+#include "tools/named_formats.h"
 
 namespace epx::bench {
 
@@ -24,9 +25,6 @@ struct RoutingSpec {
 
 // The layout of the receive tensors (epx.h).
 enum class Layout { ExpertMajor, RankMajor };
-
-// The formats of quantised rows: element type, scaling, and its defaults (epx.h, "Row formats").
-enum class NamedFormat { None, Fp8Block128, Fp8Block128Pow2, Fp8Mx, Fp8E5m2Mx, Fp4Nv };
 
 // BlockOptions say what --block measures.
 struct BlockOptions {

@@ -25,27 +25,23 @@ int64_t quantised_bytes(const Options& options) {
 } // namespace
 
 QuantisedRow quantised_row(const Options& options) {
-  switch (options.format()) {
-  case NamedFormat::Fp8Block128:
-    return {EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32};
-  case NamedFormat::Fp8Block128Pow2:
-    return {EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, has_short_scales(options) ? EPX_FLOAT8_E8M0 : EPX_FLOAT32};
-  case NamedFormat::Fp8E5m2Mx:
-    return {EPX_SCALING_MX, EPX_FLOAT8_E5M2, EPX_FLOAT8_E8M0};
-  case NamedFormat::Fp4Nv:
-    return {EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3};
-  case NamedFormat::Fp8Mx:
-  case NamedFormat::None:
+  const RowFormat format = epx::row_format(options.format());
+  switch (format.scaling) {
+  case EPX_SCALING_NONE:
+  case EPX_SCALING_BLOCK128:
     break;
+  case EPX_SCALING_BLOCK128_POW2:
+    return {format.scaling, format.dtype, has_short_scales(options) ? EPX_FLOAT8_E8M0 : EPX_FLOAT32};
+  case EPX_SCALING_MX:
+    return {format.scaling, format.dtype, EPX_FLOAT8_E8M0};
+  case EPX_SCALING_NV:
+    return {format.scaling, format.dtype, EPX_FLOAT8_E4M3};
   }
-  return {EPX_SCALING_MX, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0};
+  return {format.scaling, format.dtype, EPX_FLOAT32};
 }
 
 RowFormat row_format(const Options& options) {
-  if (options.format() == NamedFormat::None) return {};
-  const QuantisedRow row = quantised_row(options);
-  RowFormat format(row.scaling);
-  format.dtype = row.elements;
+  RowFormat format = epx::row_format(options.format());
   format.scale_layout = options.scale_layout;
   return format;
 }
