@@ -58,6 +58,7 @@ public:
     config.ffn.hidden_dim = model_.hidden;
     config.ffn.ffn_dim = model_.ffn;
     config.dtype = dtype_;
+    if (const epx::RowFormat format = epx::row_format(options.dispatch_format)) config.dispatch_format = format.get();
     block_ = epx::moe::Block(group_, config);
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model_.experts);
     device_global_counts_.resize(std::ssize(global_counts_));

@@ -61,6 +61,7 @@ void Job::train() {
 }
 
 void Job::finish() {
+  if (options_.measures_format_errors) write_format_errors();
   const double held_out = trainers_[0]->held_out_loss();
   const double entropy = text_.unigram_entropy();
   json times;
@@ -107,6 +108,14 @@ StepResult Job::train_step(int64_t step) {
                                     name_of(trainers_[0]->exchange()), other.loss, name_of(trainers_[i]->exchange())));
   }
   return first;
+}
+
+void Job::write_format_errors() {
+  json errors;
+  for (const std::vector<FormatError>& of_layer : trainers_[0]->format_errors())
+    for (const FormatError& format : of_layer)
+      errors[format.name].push_back(format.error);
+  write_line(log_.get(), {{"format_errors", errors}});
 }
 
 // Returns the time per step of each exchange as a table.

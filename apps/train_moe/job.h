@@ -23,13 +23,15 @@ public:
 
   void train();
 
-  // Measures the held-out loss, and writes the closing line and the table of times.
+  // Writes the errors of row formats if they are wanted. Measures the held-out loss, and writes the closing line and the table
+  // of times.
   void finish();
 
 private:
   void resume();
   void save(int64_t step);
   StepResult train_step(int64_t step);
+  void write_format_errors();
   void print_times() const;
 
   const World& world_;

@@ -32,6 +32,9 @@ public:
   // Predicts the bytes of `text` at this rank's `positions`, and returns the summed loss of each chunk in nats. Collective.
   std::vector<double> forward(const Text& text, std::span<const int64_t> positions, const Chunks& chunks);
 
+  // What the router and the experts of a layer got in the last forward, [T, H].
+  const float* moe_input(size_t layer) const { return layers_[layer].normed.data(); }
+
   // Computes the gradients of (sum of all ranks' losses) / (predicted bytes of all ranks) for the last forward, whose
   // loss_scale was 1 / (predicted bytes). Collective. Overwrites chunk_grads and the gradients of sharded parameters.
   void backward(ChunkGrads& chunk_grads);

@@ -35,6 +35,10 @@ const char* const kFooter = "Trains a byte-level language model with Mixture-of-
                             "\n"
                             "Example: mpirun -n 4 train_moe --text FILE --steps 200 --experts 8 --top-k 2";
 
+std::map<std::string, epx::NamedFormat> formats_by_name() {
+  return {epx::kNamedFormats.begin(), epx::kNamedFormats.end()};
+}
+
 // CLI11 takes "-1" for 2^64 - 1.
 uint64_t parse_seed(const std::string& text) {
   uint64_t seed = 0;
@@ -65,7 +69,9 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
   bool dense = false;
-  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", seed = std::to_string(model.seed);
+  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", format_name = "none",
+              seed = std::to_string(model.seed);
+  const std::map<std::string, epx::NamedFormat> formats = formats_by_name();
   CLI::App app("train_moe: expert-parallel training on a text");
   app.footer(kFooter);
   app.set_version_flag("--version",
@@ -102,6 +108,14 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
                  "of the experts and their tokens: fp32, or bf16 (with --device cuda; AdamW keeps float32 parameters)")
       ->check(CLI::IsMember({"fp32", "bf16"}))
       ->capture_default_str();
+  app.add_option("--dispatch-format", format_name,
+                 "row format in which tokens travel to their experts, with --exchange epx; none: in --dtype "
+                 "(docs/row-formats.md)")
+      ->check(CLI::IsMember(&formats))
+      ->capture_default_str();
+  app.add_flag("--format-errors", options.measures_format_errors,
+               "after training, write a JSON line with the relative error that each row format makes on the tokens of the "
+               "last step, per layer");
   app.add_option("--checkpoint", options.checkpoint_file, "write a checkpoint here after the last step");
   app.add_option("--checkpoint-every", options.checkpoint_every, "and after every so many steps")->check(positive);
   app.add_option("--resume", options.resume_file, "go on from this checkpoint, on any number of ranks and any device");
@@ -133,11 +147,21 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
   options.device = kDevices.at(device_name);
   options.dtype = kDtypes.at(dtype_name);
+  options.dispatch_format = formats.at(format_name);
   if (options.device == DeviceKind::cuda && options.exchange != Exchange::epx)
     fail(kExitUsage, "{} is for --device host; --device cuda computes with --exchange epx only",
          dense ? "--dense" : "--exchange " + exchange_name);
   if (options.device == DeviceKind::host && options.dtype != Dtype::fp32)
     fail(kExitUsage, "--dtype {} is for --device cuda; --device host computes in fp32 only", dtype_name);
+  if (options.exchange != Exchange::epx && options.dispatch_format != epx::NamedFormat::None)
+    fail(kExitUsage, "--dispatch-format {} is for --exchange epx; with {} rows travel in float32", format_name,
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.exchange != Exchange::epx && options.measures_format_errors)
+    fail(kExitUsage, "--format-errors is for --exchange epx; {} is given",
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if ((options.measures_format_errors || options.dispatch_format == epx::NamedFormat::Fp4Nv) && model.hidden % 2 != 0)
+    fail(kExitUsage, "--hidden is {}; with {} it must be even, since a byte has two elements of fp4-nv", model.hidden,
+         options.measures_format_errors ? "--format-errors" : "--dispatch-format " + format_name);
   if (model.top_k > model.experts)
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
   if (options.checkpoint_every > 0 && options.checkpoint_file.empty())

@@ -6,6 +6,8 @@
 #include <string>
 #include <variant>
 
+#include "tools/named_formats.h"
+
 namespace train {
 
 enum class Exchange {
@@ -45,6 +47,8 @@ struct Options {
   Exchange exchange = Exchange::epx;
   DeviceKind device = DeviceKind::host;
   Dtype dtype = Dtype::fp32;
+  epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts
+  bool measures_format_errors = false;
   std::string checkpoint_file; // "" for none
   int checkpoint_every = 0;    // steps; 0: after the last one only
   std::string resume_file;

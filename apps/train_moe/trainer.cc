@@ -70,6 +70,15 @@ StepResult Trainer::step(int64_t step) {
   return result;
 }
 
+std::vector<std::vector<FormatError>> Trainer::format_errors() {
+  FormatMeter meter(group_, world_, device_, options_);
+  std::vector<std::vector<FormatError>> by_layer;
+  for (size_t l = 0; l < model_.layers().size(); ++l)
+    by_layer.push_back(meter.measure(model_.moe_input(l), model_.layers()[l]->topk_idx()));
+  require_no_events(group_);
+  return by_layer;
+}
+
 double Trainer::held_out_loss() {
   const std::vector<int64_t> all = held_out_positions(text_, options_.model);
   double loss = 0;

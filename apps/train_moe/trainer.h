@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "apps/train_moe/device.h"
+#include "apps/train_moe/format_errors.h"
 #include "apps/train_moe/model.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/parameters.h"
@@ -32,6 +33,9 @@ public:
 
   // Steps count from 1. Collective. Throws AgreedError when router logits are no longer numbers.
   StepResult step(int64_t step);
+
+  // Returns the error of each row format on the tokens of each layer in the last forward. The exchange is epx. Collective.
+  std::vector<std::vector<FormatError>> format_errors();
 
   // Returns the loss in nats per byte over the held-out part. Collective.
   double held_out_loss();

@@ -66,6 +66,11 @@ class CommandLine(TrainTest):
         for exchange in ("alltoallv", "both"):
             self.refuse("--device", "cuda", "--exchange", exchange, words=[f"--exchange {exchange}", "--device cuda"])
         self.refuse("--dtype", "bf16", words=["--dtype bf16", "--device host"])
+        for word in (("--dense",), ("--exchange", "alltoallv"), ("--exchange", "both")):
+            self.refuse("--dispatch-format", "fp8-mx", *word, words=["--dispatch-format fp8-mx", " ".join(word)])
+            self.refuse("--format-errors", *word, words=["--format-errors", " ".join(word)])
+        self.refuse("--dispatch-format", "fp4-nv", "--hidden", 33, words=["--dispatch-format fp4-nv", 33, "even"])
+        self.refuse("--format-errors", "--hidden", 33, words=["--format-errors", 33, "even"])
         self.refuse("--checkpoint-every", 3, words=["--checkpoint-every", 3, "--checkpoint"])
         self.refuse("--dense", "--exchange", "epx", words=["--dense", "--exchange"])
         self.refuse("--exchange", "both", "--checkpoint", self.directory / "file", words=["--exchange both", "--checkpoint"])
@@ -73,6 +78,7 @@ class CommandLine(TrainTest):
     def test_unknown_words(self):
         self.refuse("--exchange", "nonsense", words=["--exchange", "nonsense", "epx", "alltoallv", "both"])
         self.refuse("--device", "tpu", words=["--device", "tpu", "host", "cuda"])
+        self.refuse("--dispatch-format", "fp8", words=["--dispatch-format", "fp8", "none", *train_runs.FORMATS])
         self.refuse("--dtype", "fp8", words=["--dtype", "fp8", "fp32", "bf16"])
         self.refuse("--progress", "nonsense", words=["--progress", "nonsense", "auto"])
         self.refuse("--nonsense", words=["--nonsense"])
