@@ -100,7 +100,7 @@ void FaultRank::pass_format(const CallFields& terms, int64_t rows, LayerMemory& 
   check_ok(epx_row_format_init(&format_, terms.scaling), "epx_row_format_init");
   format_.dtype = terms.elements;
   format_.amax_floor = terms.amax_floor;
-  layer.format = &format_;
+  layer.format = layer.sum_format = &format_;
   if (terms.scales == EPX_DTYPE_UNSET) return;
   recv_scales_ = epx_tensor_2d(memory_[kOtherRows] + kTensorBytes / 2, terms.scales, rows, 1);
   format_.recv_scales = &recv_scales_;

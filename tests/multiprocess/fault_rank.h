@@ -25,7 +25,7 @@ struct CallFields {
   bool weights = true;
   bool grads = true;       // also of the weights
   int rows_per_source = 4; // M of dispatch_rank_major, whose alignment is always 1
-  // Of the dispatches; NONE: they have no format.
+  // NONE: the calls have no format.
   epx_scaling scaling = EPX_SCALING_NONE;
   epx_dtype elements = EPX_FLOAT8_E4M3;
   epx_dtype scales = EPX_DTYPE_UNSET; // of rows that arrive quantised; unset: the wire alone is quantised

@@ -241,8 +241,21 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
 }
 
 TEST_CASE("row formats that differ between ranks are reported with the ranks and the values") {
-  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH, EPX_OP_DISPATCH_RANK_MAJOR}) {
-    CallFields terms; // of rank 0; the wire is quantised
+  for (const epx_operation operation :
+       {EPX_OP_COMBINE, EPX_OP_DISPATCH_BWD, EPX_OP_COMBINE_RANK_MAJOR, EPX_OP_DISPATCH_RANK_MAJOR_BWD}) {
+    CallFields terms; // of rank 0
+    terms.scaling = EPX_SCALING_BLOCK128;
+    disagree_on(
+        operation, [](CallFields& others) { others.scaling = EPX_SCALING_MX; }, {"scaling", "block128", "mx"}, terms);
+    disagree_on(
+        operation, [](CallFields& others) { others.scaling = EPX_SCALING_NONE; }, {"scaling", "block128", "none"}, terms);
+    disagree_on(
+        operation, [](CallFields& others) { others.amax_floor = 0.5F; }, {"amax_floor", "0", "0.5"}, terms);
+  }
+  for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH, EPX_OP_COMBINE_BWD,
+                                        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR_BWD}) {
+    CallFields terms;      // of rank 0; the wire is quantised
+    terms.weights = false; // which not all scalings take in combine_bwd
     terms.scaling = EPX_SCALING_BLOCK128;
     disagree_on(
         operation, [](CallFields& others) { others.scaling = EPX_SCALING_BLOCK128_POW2; },

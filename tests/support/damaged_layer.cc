@@ -132,6 +132,7 @@ private:
     kRecvTopkIdx,
     kOffsets,
     kRecvTokens,
+    kRecvScales,
     kRecvSidecar,
     kRecvWeights,
     kOut,
@@ -157,6 +158,7 @@ private:
   LayerMemory tensors() const;
   void make(epx_operation operation);
   void clear_outputs();
+  void choose_format(Rng& rng);
 
   GroupRun& group_;
   Device& device_;
@@ -164,6 +166,9 @@ private:
   std::byte* memory_;
   Layer layer_;
   bool weighted_, has_sidecar_;
+  epx_row_format format_{}, sum_format_{}; // scaling NONE: rows travel as they are
+  bool arrives_quantised_ = false;
+  epx_tensor recv_scales_{};
   int64_t hidden_, num_tokens_, num_rows_;
   int64_t rows_per_source_ = -1; // M of a rank-major layer
   std::array<Place, kNumTensors> places_{};
@@ -196,8 +201,21 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   }
   num_rows_ = all_rows || mine.chance(60) ? capacity : mine.chance(50) ? capacity + 5 : mine.between(1, capacity);
   if (is_rank_major()) num_rows_ = group.shape().num_ranks * rows_per_source_;
+  choose_format(same_everywhere);
   lay_out();
   fill_in(mine);
+}
+
+void DamagedLayer::choose_format(Rng& rng) {
+  const epx_scaling scaling = rng.pick({EPX_SCALING_NONE, EPX_SCALING_NONE, EPX_SCALING_BLOCK128, EPX_SCALING_MX});
+  const bool has_formats = device_.transport() == EPX_TRANSPORT_HOST || num_nodes(group_.shape()) == 1;
+  if (scaling == EPX_SCALING_NONE || !has_formats) return;
+  check_ok(epx_row_format_init(&format_, scaling), "epx_row_format_init");
+  sum_format_ = format_;
+  arrives_quantised_ = rng.chance(50);
+  if (!arrives_quantised_) return;
+  format_.scale_layout = rng.pick({EPX_SCALES_ROWS, EPX_SCALES_COLUMNS});
+  format_.recv_scales = &recv_scales_;
 }
 
 void DamagedLayer::lay_out() {
@@ -212,6 +230,15 @@ void DamagedLayer::lay_out() {
   bytes[kTopkWeights] = bytes[kOutWeights] = routes * sizeof(float);
   bytes[kRows] = bytes[kRecvTokens] = slots * row_bytes;
   const size_t per_row = is_rank_major() ? static_cast<size_t>(layer_.top_k) : 1;
+  if (arrives_quantised_) { // a row has one scale
+    const epx_dtype dtype = format_.scaling == EPX_SCALING_MX ? EPX_FLOAT8_E8M0 : EPX_FLOAT32;
+    const int64_t leading_dimension = (num_rows_ + 3) / 4 * 4;
+    const bool has_columns = format_.scale_layout == EPX_SCALES_COLUMNS;
+    recv_scales_ =
+        has_columns ? epx_tensor_2d(nullptr, dtype, 1, leading_dimension) : epx_tensor_2d(nullptr, dtype, num_rows_, 1);
+    bytes[kRecvScales] = static_cast<size_t>(recv_scales_.sizes[0] * epx::row_bytes(dtype, recv_scales_.sizes[1]));
+    bytes[kRecvTokens] = slots * static_cast<size_t>(epx::row_bytes(format_.dtype, hidden_));
+  }
   bytes[kRowWeights] = bytes[kRecvWeights] = slots * per_row * sizeof(float);
   bytes[kRecvTopkIdx] = is_rank_major() ? slots * per_row * sizeof(int32_t) : 0;
   bytes[kRecvSidecar] = has_sidecar_ ? slots * kMaxSidecarBytes : 0;
@@ -223,6 +250,7 @@ void DamagedLayer::lay_out() {
     places_[tensor] = {end, bytes[tensor]};
     end = (end + bytes[tensor] + kTensorGuardBytes + 15) / 16 * 16;
   }
+  recv_scales_.data = at(kRecvScales);
   check(end <= kMemoryBytes, "a layer takes {} bytes, more than {}", end, kMemoryBytes);
   image_.resize(end);
   seen_.resize(end);
@@ -280,6 +308,13 @@ LayerMemory DamagedLayer::tensors() const {
   if (weighted_) {
     layer.expert_weights = layer.bwd_weights = layer.grad_weights = at(kRowWeights);
     layer.grad_topk_weights = at(kOutWeights);
+  }
+  if (format_.scaling != EPX_SCALING_NONE) {
+    layer.format = &format_;
+    if (arrives_quantised_) layer.recv_dtype = format_.dtype;
+    if (arrives_quantised_ && format_.scaling == EPX_SCALING_MX)
+      layer.bwd_weights = nullptr; // which its scales do not take
+    if (group_.shape().precision == EPX_COMBINE_WIRE) layer.sum_format = &sum_format_;
   }
   if (is_rank_major()) return layer; // whose dispatch carries rows alone
   if (weighted_) {

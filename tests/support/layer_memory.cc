@@ -23,7 +23,7 @@ void LayerMemory::pass_rows(Args& args) const {
   args.topk_weights = token_floats(topk_weights);
   args.recv_tokens = slot_rows(recv_tokens, dtype_of_recv());
   args.recv_weights = slot_floats(recv_weights);
-  if (format != nullptr) args.format = RowFormat(*format);
+  args.format = format_of(format);
   if (sidecar_bytes == 0) return;
   args.tokens = args.tokens.with_sidecar(sidecar, sidecar_bytes);
   args.recv_tokens = args.recv_tokens.with_sidecar(recv_sidecar, sidecar_bytes);
@@ -53,6 +53,7 @@ CombineArgs LayerMemory::combine() const {
   args.expert_out = slot_rows(expert_out);
   args.recv_weights = slot_floats(expert_weights);
   args.out = token_rows(out);
+  args.format = format_of(sum_format);
   return args;
 }
 
@@ -61,7 +62,8 @@ CombineBwdArgs LayerMemory::combine_bwd() const {
   args.grad_out = token_rows(grad_out);
   args.expert_out = slot_rows(bwd_expert_out);
   args.recv_weights = slot_floats(bwd_weights);
-  args.grad_expert_out = slot_rows(grad_expert_out);
+  args.grad_expert_out = slot_rows(grad_expert_out, dtype_of_recv());
+  args.format = format_of(format);
   args.grad_recv_weights = slot_floats(grad_recv_weights);
   return args;
 }
@@ -71,6 +73,7 @@ DispatchBwdArgs LayerMemory::dispatch_bwd() const {
   args.grad_recv = slot_rows(grad_recv);
   args.grad_recv_weights = slot_floats(grad_weights);
   args.grad_tokens = token_rows(grad_tokens);
+  args.format = format_of(sum_format);
   args.grad_topk_weights = token_floats(grad_topk_weights);
   return args;
 }
@@ -81,7 +84,7 @@ DispatchRankMajorArgs LayerMemory::dispatch_rank_major() const {
   args.topk_idx = tensor(topk_idx, index_dtype, {num_tokens, layer.top_k});
   args.topk_weights = token_floats(topk_weights);
   args.recv_tokens = source_rows(recv_tokens, dtype_of_recv());
-  if (format != nullptr) args.format = RowFormat(*format);
+  args.format = format_of(format);
   args.recv_topk_idx = source_routes(recv_topk_idx, index_dtype);
   args.recv_weights = source_routes(recv_weights, EPX_FLOAT32);
   args.counts = tensor(counts, EPX_INT32, num_ranks);
@@ -92,13 +95,15 @@ CombineRankMajorArgs LayerMemory::combine_rank_major() const {
   auto args = begin<CombineRankMajorArgs>();
   args.expert_out = source_rows(expert_out);
   args.out = token_rows(out);
+  args.format = format_of(sum_format);
   return args;
 }
 
 CombineRankMajorBwdArgs LayerMemory::combine_rank_major_bwd() const {
   auto args = begin<CombineRankMajorBwdArgs>();
   args.grad_out = token_rows(grad_out);
-  args.grad_expert_out = source_rows(grad_expert_out);
+  args.grad_expert_out = source_rows(grad_expert_out, dtype_of_recv());
+  args.format = format_of(format);
   return args;
 }
 
@@ -107,6 +112,7 @@ DispatchRankMajorBwdArgs LayerMemory::dispatch_rank_major_bwd() const {
   args.grad_recv = source_rows(grad_recv);
   args.grad_recv_weights = source_routes(grad_weights, EPX_FLOAT32);
   args.grad_tokens = token_rows(grad_tokens);
+  args.format = format_of(sum_format);
   args.grad_topk_weights = token_floats(grad_topk_weights);
   return args;
 }

@@ -27,8 +27,8 @@ struct LayerMemory {
   int64_t rows_per_source = 0;       // M
   int64_t sidecar_bytes = 0;         // of a row; 0: none travels
 
-  // Of the dispatches, whose receive rows have a dtype of their own where it is set.
-  const epx_row_format* format = nullptr;
+  // Of the calls that move rows, whose receive rows have a dtype of their own where it is set; and of those that add rows up.
+  const epx_row_format *format = nullptr, *sum_format = nullptr;
   epx_dtype recv_dtype = EPX_DTYPE_UNSET;
 
   std::byte *topk_idx = nullptr, *counts = nullptr, *offsets = nullptr; // rank-major counts are [P]
@@ -69,6 +69,7 @@ private:
   template <typename Args>
   void pass_rows(Args& args) const; // of dispatch
   static Tensor tensor(std::byte* data, epx_dtype dtype, Shape shape);
+  static RowFormat format_of(const epx_row_format* given) { return given != nullptr ? RowFormat(*given) : RowFormat(); }
   epx_dtype dtype_of_recv() const { return recv_dtype == EPX_DTYPE_UNSET ? dtype : recv_dtype; }
   Tensor token_rows(std::byte* data) const { return tensor(data, dtype, {num_tokens, hidden}); }
   Tensor slot_rows(std::byte* data) const { return slot_rows(data, dtype); }
