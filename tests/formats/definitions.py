@@ -151,7 +151,7 @@ def quantise(row_format, rows, encode_scale=None):
             if row_format.element is E5M2:
                 codes[np.isposinf(blocks)] = 0x7C
                 codes[np.isneginf(blocks)] = 0xFC
-    codes = codes.reshape(rows.shape[0], -1)[:, : rows.shape[1]]
+    codes = codes.reshape(rows.shape[0], blocks.shape[1] * blocks.shape[2])[:, : rows.shape[1]]
     return Quantised(codes, scales, row_scales)
 
 

@@ -80,6 +80,10 @@ class Kernels(unittest.TestCase):
             for dtype, bits in BITS.items():
                 self.check(dtype, generator.integers(0, np.iinfo(bits).max, (3, hidden), dtype=bits, endpoint=True))
 
+    def test_no_rows(self):
+        for dtype, bits in BITS.items():
+            self.check(dtype, np.zeros((0, 130), dtype=bits))
+
     def test_all_16_bit_patterns(self):
         patterns = np.arange(65536, dtype=np.uint16)
         for dtype in ("bfloat16", "float16"):
