@@ -52,16 +52,18 @@ class Inputs(unittest.TestCase):
     def statuses(self):
         return [point["status"] for point in self.document()["starts"][-1]["points"]]
 
-    def start_sweep(self, *args, ranks, iters=200):
-        """Starts the ranks of a sweep whose first point takes a moment and whose second one does not end by itself."""
-        processes = [subprocess.Popen(self.command("--tokens", "1,2,3", "--hidden", 64, "--iters", iters, "--json", self.json, *args,
-                                                   rank=rank, ranks=ranks),
+    def start_ranks(self, *args, ranks):
+        processes = [subprocess.Popen(self.command("--json", self.json, *args, rank=rank, ranks=ranks),
                                       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                      for rank in range(ranks)]
         for process in processes:
             self.addCleanup(process.communicate)
             self.addCleanup(process.kill)
         return processes
+
+    def start_sweep(self, *args, ranks, iters=200):
+        """Starts the ranks of a sweep whose first point takes a moment and whose second one does not end by itself."""
+        return self.start_ranks("--tokens", "1,2,3", "--hidden", 64, "--iters", iters, *args, ranks=ranks)
 
     def wait_for_a_point(self):
         end = time.monotonic() + LIMIT_S
@@ -140,6 +142,23 @@ class Inputs(unittest.TestCase):
             self.assertEqual(tuple(operations["dispatch"]["row_bytes"][place] for place in ("input", "wire", "received")), sizes)
             self.assertEqual(set(operations["combine"]["row_bytes"].values()), {400})
             self.assertIn("rows of dispatch in ", run.stdout)
+
+    def test_sum_formats(self):
+        """Sums are those of the oracle for each format, in both layouts, on one to three ranks."""
+        for name, size in (("fp8-block128", 200 + 2 * 4), ("fp8-mx", 200 + 7), ("fp8-e5m2-mx", 200 + 7)):
+            for ranks in (1, 2, 3):
+                processes = self.start_ranks("--tokens", 8, "--hidden", 200, "--layout", "both", "--iters", 1, "--verify", "--sum-format",
+                                             name, "--job-id", f"{name}-{ranks}", ranks=ranks)
+                outputs = [process.communicate(timeout=LIMIT_S) for process in processes]
+                self.assertEqual([process.returncode for process in processes], [SUCCESS] * ranks, outputs)
+                self.assertIn(f"partial sums in {name}", outputs[0][0])
+                for point in self.document()["starts"][0]["points"]:
+                    operations = point["operations"]
+                    self.assertEqual(point["config"]["sum_format"], name)
+                    self.assertEqual({line["wrong"] for line in operations.values()}, {0}, (name, ranks))
+                    for operation in ("combine", "dispatch_bwd"):
+                        self.assertEqual(operations[operation]["row_bytes"], {"input": 400, "wire": size, "received": 400})
+                    self.assertEqual(set(operations["combine_bwd"]["row_bytes"].values()), {400})
 
     def test_dump_that_cannot_be_written(self):
         """A directory that is not there is refused before the run; what fails after the run loses no table."""

@@ -178,7 +178,17 @@ TEST_CASE("ep_bench figures of quantised rows count the bytes that travel and la
   CHECK(*travel[1].logical_gbps == doctest::Approx(40 * 1024 / kSeconds / 1e9));
   CHECK(*travel[1].wire_gbps == doctest::Approx(15 * kFp8 / kSeconds / 1e9));
 
+  const Figures sums = figures_of({"--sum-format", "fp8-mx"});
+  for (const int line : {2, 4}) { // combine, dispatch_bwd
+    CHECK(*sums[line].row_bytes == RowBytes{1024, 528, 1024});
+    CHECK(*sums[line].logical_gbps == doctest::Approx(40 * 1024 / kSeconds / 1e9));
+    CHECK(*sums[line].wire_gbps == doctest::Approx(15 * kFp8 / kSeconds / 1e9));
+  }
+  CHECK(*sums[3].row_bytes == RowBytes{1024, 1024, 1024}); // combine_bwd
+
   Results results = sample_results();
+  CHECK(to_json(results)["config"]["sum_format"].is_null());
+  CHECK_FALSE(contains(to_table(results), "partial sums of combine"));
   CHECK(to_json(results)["config"]["row_format"].is_null());
   CHECK(to_json(results)["config"]["quantised_input"].is_null());
   CHECK_FALSE(contains(to_table(results), "rows of dispatch in"));
@@ -195,6 +205,10 @@ TEST_CASE("ep_bench figures of quantised rows count the bytes that travel and la
   CHECK_MESSAGE(contains(to_table(results), "fp8-mx, quantised in the call, scales in packed; a row has 1000 bytes in the "
                                             "input, 516 on the wire, 516 where it is received"),
                 to_table(results));
+  results.options.sum_format = NamedFormat::Fp8Block128;
+  CHECK(to_json(results)["config"]["sum_format"] == "fp8-block128");
+  CHECK(contains(to_table(results),
+                 "partial sums of combine and dispatch_bwd in fp8-block128; a sum has 516 bytes on the wire"));
 }
 
 TEST_CASE("ep_bench report: table and JSON say the same, and a dash or null where nothing was measured") {

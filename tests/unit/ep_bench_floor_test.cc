@@ -104,9 +104,13 @@ TEST_CASE("ep_bench floor: bytes of rows that are quantised on the way") {
   routing.clears_pads = false;
   check_bytes(local_bytes(routing, 0, dispatch, false, in_the_call), 2 * 1000 + 2 * 600, 8 * 600);
   check_bytes(local_bytes(routing, 0, dispatch, false, on_the_wire), 2 * 1000 + 3 * 600, 3 * 600 + 8 * 1000);
+  // Rank 0 sums up 8 slots, or rank-major 5 rows. What comes back of its token 1 from rank 1 lies in staging.
+  for (const char* line : {"combine", "dispatch_bwd"})
+    check_bytes(local_bytes(routing, 0, line_named(line), false, on_the_wire), 8 * 1000 + 600, 600 + 2 * 1000);
   routing.layout = Layout::RankMajor;
   check_bytes(local_bytes(routing, 0, rank_major, false, in_the_call), 2 * 1000, 5 * 600);
   check_bytes(local_bytes(routing, 0, rank_major, false, on_the_wire), 2 * 1000 + 3 * 600, 3 * 600 + 5 * 1000);
+  check_bytes(local_bytes(routing, 0, kRankMajorLines[1], false, on_the_wire), 5 * 1000 + 600, 600 + 2 * 1000);
 }
 
 RoutingOfAll random_routing(int num_ranks, int32_t tokens, double hot) {

@@ -105,6 +105,16 @@ TEST_CASE("ep_bench options: row formats, and the bytes of their rows") {
   CHECK(bytes_of("--wire-format fp8-block128-pow2") == RowBytes{kWide, kPow2, kWide});
   CHECK(bytes_of("--wire-format fp8-e5m2-mx --layout rank-major") == RowBytes{kWide, kMx, kWide});
 
+  CHECK(bytes_of("--sum-format fp8-block128", EPX_OP_COMBINE) == RowBytes{kWide, kBlock128, kWide});
+  CHECK(bytes_of("--sum-format fp8-mx --layout rank-major", EPX_OP_DISPATCH_BWD) == RowBytes{kWide, kMx, kWide});
+  CHECK(bytes_of("--sum-format fp8-e5m2-mx --dtype fp32", EPX_OP_COMBINE) == RowBytes{2 * kWide, kMx, 2 * kWide});
+  CHECK(bytes_of("--sum-format fp8-mx", EPX_OP_COMBINE_BWD) == RowBytes{kWide, kWide, kWide});
+  CHECK(bytes_of("--sum-format fp8-mx") == RowBytes{kWide, kWide, kWide});
+  const std::string both = "--sum-format fp8-block128 --row-format fp4-nv";
+  CHECK(bytes_of(both) == RowBytes{kWide, kNv, kNv});
+  CHECK(bytes_of(both, EPX_OP_DISPATCH_BWD) == RowBytes{kWide, kBlock128, kWide});
+  CHECK(quantised_sum(options_of_line("--sum-format fp8-e5m2-mx")).elements == EPX_FLOAT8_E5M2);
+
   const Options in_call = options_of_line("--row-format fp8-e5m2-mx --scale-layout columns");
   CHECK(tokens_dtype(in_call) == EPX_BFLOAT16);
   CHECK(recv_tokens_dtype(in_call) == EPX_FLOAT8_E5M2);
@@ -229,6 +239,14 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--quantised-input"}, {"--quantised-input", "--row-format is 'none'"}},
       {{"--quantised-input", "--wire-format", "fp8-mx"}, {"--quantised-input", "belongs to --row-format"}},
       {{"--scale-layout", "columns", "--wire-format", "fp8-mx"}, {"--scale-layout", "columns", "belongs to --row-format"}},
+      {{"--sum-format", "fp8"}, {"--sum-format", "fp8", "none", "fp8-e5m2-mx"}},
+      {{"--sum-format", "fp4-nv"}, {"--sum-format is 'fp4-nv'", "fp8-block128, fp8-mx or fp8-e5m2-mx"}},
+      {{"--sum-format", "fp8-block128-pow2"}, {"--sum-format is 'fp8-block128-pow2'", "fp8-block128, fp8-mx or"}},
+      {{"--sum-format", "fp8-mx", "--combine-precision", "exact"},
+       {"--sum-format", "fp8-mx", "--combine-precision", "exact"}},
+      {{"--sum-format", "fp8-mx", "--combine-precision", "node"},
+       {"--sum-format", "fp8-mx", "--combine-precision", "node"}},
+      {{"--sum-format", "fp8-mx", "--block", "--dtype", "fp32"}, {"--sum-format is 'fp8-mx'", "--block is given"}},
       {{"--row-format", "fp4-nv", "--hidden", "33"}, {"fp4-nv", "--hidden is 33", "even"}},
       {{"--row-format", "fp4-nv", "--scale-layout", "packed"}, {"fp4-nv", "packed", "E8M0"}},
       {{"--row-format", "fp8-block128", "--scale-layout", "packed"}, {"fp8-block128", "packed", "E8M0"}},

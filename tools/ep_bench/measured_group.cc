@@ -202,7 +202,8 @@ void MeasuredGroup::combine() {
                   .stream = memory_.stream(),
                   .expert_out = rows_tensor(expert_rows_.expert_out, rows_),
                   .recv_weights = floats(by_row_.recv_weights),
-                  .out = rows_tensor(by_token_.out, options_.tokens)});
+                  .out = rows_tensor(by_token_.out, options_.tokens),
+                  .format = epx::row_format(options_.sum_format)});
 }
 
 void MeasuredGroup::run_combine_bwd(const TokenTensors& inputs, bool with_weight_gradients) {
@@ -233,7 +234,8 @@ void MeasuredGroup::dispatch_bwd() {
        .grad_recv = rows_tensor(expert_rows_.grad_recv, rows_),
        .grad_recv_weights = floats(expert_rows_.grad_recv_weights),
        .grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens),
-       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
+       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}},
+       .format = epx::row_format(options_.sum_format)});
 }
 
 void MeasuredGroup::dispatch_rank_major(const TokenTensors& inputs) {
@@ -256,7 +258,8 @@ void MeasuredGroup::combine_rank_major() {
                              .handle_mem = handle_mem_.bytes(),
                              .stream = memory_.stream(),
                              .expert_out = by_source(expert_rows_.expert_out, options_.dtype, options_.hidden),
-                             .out = rows_tensor(by_token_.out, options_.tokens)});
+                             .out = rows_tensor(by_token_.out, options_.tokens),
+                             .format = epx::row_format(options_.sum_format)});
 }
 
 void MeasuredGroup::combine_rank_major_bwd(const TokenTensors& inputs) {
@@ -275,7 +278,8 @@ void MeasuredGroup::dispatch_rank_major_bwd() {
        .grad_recv = by_source(expert_rows_.grad_recv, options_.dtype, options_.hidden),
        .grad_recv_weights = by_source(expert_rows_.grad_recv_weights, EPX_FLOAT32, options_.top_k),
        .grad_tokens = rows_tensor(by_token_.grad_tokens, options_.tokens),
-       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}}});
+       .grad_topk_weights = {by_token_.grad_topk_weights.data(), EPX_FLOAT32, {options_.tokens, options_.top_k}},
+       .format = epx::row_format(options_.sum_format)});
 }
 
 void MeasuredGroup::call(const Line& line, const TokenTensors& inputs) {

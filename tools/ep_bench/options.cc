@@ -232,8 +232,8 @@ bool built_with_mpi() {
 std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
   std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero",
-              row_format = "none", wire_format = "none", scale_layout = "rows", layout = "expert-major", seed = "1",
-              tokens = "512", num_comm_sms = "0";
+              row_format = "none", wire_format = "none", sum_format = "none", scale_layout = "rows",
+              layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
   TokenRange token_range;
   NoiseTarget noise;
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
@@ -270,6 +270,9 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
                  "of one byte, --alignment a multiple of 128)");
   app.add_option("--wire-format", wire_format,
                  "Rows of dispatch travel quantised, in a format as above, and arrive in --dtype; none: in --dtype");
+  app.add_option("--sum-format", sum_format,
+                 "Partial sums of combine and dispatch_bwd travel quantised: fp8-block128, fp8-mx or fp8-e5m2-mx; none: in "
+                 "--dtype");
   app.add_option(
       "--routing", routing,
       "uniform: K distinct experts per token; zipf:S: K distinct experts, drawn by weight 1/n^S over one order of "
@@ -384,6 +387,7 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.dtype = value_of<epx_dtype>("--dtype", dtype, kDtypes);
   options.row_format = value_of<NamedFormat>("--row-format", row_format, kNamedFormats);
   options.wire_format = value_of<NamedFormat>("--wire-format", wire_format, kNamedFormats);
+  options.sum_format = value_of<NamedFormat>("--sum-format", sum_format, kNamedFormats);
   options.scale_layout = value_of<epx_scale_layout>("--scale-layout", scale_layout, kScaleLayouts);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);

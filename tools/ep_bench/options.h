@@ -56,6 +56,7 @@ struct Options {
   bool has_quantised_input = false;                // they come in it, too
   NamedFormat wire_format = NamedFormat::None;     // in which they travel, and arrive in dtype
   epx_scale_layout scale_layout = EPX_SCALES_ROWS; // of received scales
+  NamedFormat sum_format = NamedFormat::None;      // in which the partial sums of combine and dispatch_bwd travel
   RoutingSpec routing;
   Layout layout = Layout::ExpertMajor;
   int32_t max_rows = 0;          // M, rows of each source rank in the rank-major layout; 0: T
@@ -131,7 +132,7 @@ const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
 const char* to_string(Layout layout);
 
-// Returns the bytes of a row of hidden elements of dtype. row_format.h has those of dispatch's rows.
+// Returns the bytes of a row of hidden elements of dtype. row_format.h has those of quantised rows.
 inline int64_t row_bytes(const Options& options) {
   return epx::row_bytes(options.dtype, options.hidden);
 }

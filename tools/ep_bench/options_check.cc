@@ -77,7 +77,21 @@ void check_layout(const Options& options) {
 }
 
 // What the library's own sentences do not tell in terms of options.
-void check_formats(const Options& options) {
+void check_sum_format(const Options& options) {
+  if (options.sum_format == NamedFormat::None) return;
+  const auto refuse = [&](const std::string& reason) {
+    throw UsageError(fmt::format("--sum-format is '{}'{}", to_string(options.sum_format), reason));
+  };
+  const epx_scaling scaling = quantised_sum(options).scaling;
+  if (scaling != EPX_SCALING_BLOCK128 && scaling != EPX_SCALING_MX)
+    refuse("; partial sums travel in fp8-block128, fp8-mx or fp8-e5m2-mx");
+  if (options.combine_precision != EPX_COMBINE_WIRE)
+    refuse(fmt::format(" and --combine-precision is '{}'; the sums of wire alone may travel quantised",
+                       to_string(options.combine_precision)));
+}
+
+// The same for dispatch.
+void check_row_formats(const Options& options) {
   const char* const option = options.wire_format == NamedFormat::None ? "--row-format" : "--wire-format";
   const auto refuse = [&](const std::string& reason) {
     throw UsageError(fmt::format("{} is '{}' and {}", option, to_string(options.format()), reason));
@@ -91,8 +105,6 @@ void check_formats(const Options& options) {
       refuse(fmt::format("--scale-layout is '{}'; it belongs to --row-format", to_string(options.scale_layout)));
   }
   if (options.format() == NamedFormat::None) return;
-  if (options.block.is_measured) refuse("--block is given; the block's rows travel in --dtype");
-  if (options.native) refuse("--native is given; the rows of the native way travel in --dtype");
   const QuantisedRow row = quantised_row(options);
   if (options.hidden % elements_per_byte(row.elements) != 0)
     refuse(fmt::format("--hidden is {}; it must be even, since a byte has two elements", options.hidden));
@@ -104,6 +116,17 @@ void check_formats(const Options& options) {
     refuse("--scale-layout is 'tiles' and --layout is 'rank-major'; that layout has rows or columns, or packed ones");
   if (options.alignment == 0 || options.alignment % 128 != 0)
     refuse(fmt::format("--scale-layout is 'tiles' and --alignment is {}; it must be a multiple of 128", options.alignment));
+}
+
+void check_formats(const Options& options) {
+  check_row_formats(options);
+  check_sum_format(options);
+  for (const auto& [option, format] : named_formats(options)) {
+    if (format == NamedFormat::None) continue;
+    const std::string given = fmt::format("{} is '{}'", option, to_string(format));
+    if (options.block.is_measured) throw UsageError(given + " and --block is given; the block's rows travel in --dtype");
+    if (options.native) throw UsageError(given + " and --native is given; the rows of the native way travel in --dtype");
+  }
 }
 
 void refuse_with_block(const char* option, const std::string& value, const char* reason) {

@@ -17,9 +17,9 @@ inline constexpr const char* kFooter = R"(Figures
   is enqueued before any of it runs, so that the host's speed is in no time.
   A row is --hidden elements of --dtype; 1 GB is 1e9 bytes; rows are means over the ranks, and times are medians. With
   --row-format or --wire-format, rows of dispatch have other bytes where they are read, on the wire and where they land,
-  scales included (a line above the table says how many). logical GB/s and the memcpy count those that land, wire GB/s
-  and the wire bound those on the wire, the HBM bound all three. Scales of fp8-block128-pow2 are fp32, but E8M0 in packed
-  ones, in tiles and with --wire-format.
+  and with --sum-format partial sums have other bytes on the wire, scales included (a line above the table says how many).
+  logical GB/s and the memcpy count those that land, wire GB/s and the wire bound those on the wire, the HBM bound all
+  three. Scales of fp8-block128-pow2 are fp32, but E8M0 in packed ones, in tiles and with --wire-format.
   logical GB/s   rows that a rank receives in dispatch (combine, dispatch_bwd: sends back) x row bytes / time
   wire GB/s      rows that must reach another rank x row bytes / time: one per (token, remote rank), and for the combine
                  and dispatch_bwd of --combine-precision exact one per remote route

@@ -20,6 +20,7 @@
 #include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/memory_need.h"
 #include "tools/ep_bench/native/native_figures.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/sampler.h"
 #include "tools/ep_bench/workload/traffic.h"
 #include "tools/ep_bench/workload/verify.h"
@@ -57,11 +58,11 @@ void check_nodes(const Options& options, const epx_group_info& group) {
     throw AgreedError(
         kExitUsage,
         fmt::format("--layout is 'rank-major' and {}; rank-major rows do not travel between nodes", nodes_text(group)));
-  if (options.format() != NamedFormat::None && options.transport == EPX_TRANSPORT_NCCL &&
-      group.ranks_per_node < group.num_ranks)
-    throw AgreedError(kExitUsage, fmt::format("{} is '{}' and {}; rows travel between nodes as they are",
-                                              options.row_format != NamedFormat::None ? "--row-format" : "--wire-format",
-                                              to_string(options.format()), nodes_text(group)));
+  if (options.transport == EPX_TRANSPORT_NCCL && group.ranks_per_node < group.num_ranks)
+    for (const auto& [option, format] : named_formats(options))
+      if (format != NamedFormat::None)
+        throw AgreedError(kExitUsage, fmt::format("{} is '{}' and {}; rows travel between nodes as they are", option,
+                                                  to_string(format), nodes_text(group)));
 }
 
 // The speed-of-light bound and the native way are measured for the whole routing, so no route may be dropped; and the serial

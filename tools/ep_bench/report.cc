@@ -134,12 +134,18 @@ std::string layout_text(const Options& options) {
                                  : fmt::format("alignment {}", options.alignment);
 }
 
-// Says how the rows of dispatch travel, unless they do as they are.
-std::string format_line(const Options& options) {
-  if (options.format() == NamedFormat::None) return {};
-  const RowBytes bytes = row_bytes_of(options, EPX_OP_DISPATCH);
-  return fmt::format("rows of dispatch in {}; a row has {} bytes in the input, {} on the wire, {} where it is received\n",
-                     row_format_text(options), bytes.input, bytes.wire, bytes.received);
+// Says how the rows of dispatch and partial sums travel, unless they do as they are.
+std::string format_lines(const Options& options) {
+  std::string text;
+  if (options.format() != NamedFormat::None) {
+    const RowBytes bytes = row_bytes_of(options, EPX_OP_DISPATCH);
+    text = fmt::format("rows of dispatch in {}; a row has {} bytes in the input, {} on the wire, {} where it is received\n",
+                       row_format_text(options), bytes.input, bytes.wire, bytes.received);
+  }
+  if (options.sum_format != NamedFormat::None)
+    text += fmt::format("partial sums of combine and dispatch_bwd in {}; a sum has {} bytes on the wire\n",
+                        to_string(options.sum_format), row_bytes_of(options, EPX_OP_COMBINE).wire);
+  return text;
 }
 
 std::string header(const Results& results) {
@@ -289,7 +295,7 @@ bool passed(const Results& results) {
 }
 
 std::string to_table(const Results& results) {
-  std::string text = header(results) + format_line(results.options);
+  std::string text = header(results) + format_lines(results.options);
   const auto out = std::back_inserter(text);
   if (const auto copy = dispatch_copy(results))
     fmt::format_to(out, "memcpy of dispatch's rows: {:.2f} GB/s per rank, {:.2f} GB/s all ranks together\n",
@@ -324,6 +330,7 @@ nlohmann::json config_json(const Options& options) {
           {"quantised_input", given(options.row_format != NamedFormat::None, options.has_quantised_input)},
           {"scale_layout", given(options.row_format != NamedFormat::None, to_string(options.scale_layout))},
           {"wire_format", given(options.wire_format != NamedFormat::None, to_string(options.wire_format))},
+          {"sum_format", given(options.sum_format != NamedFormat::None, to_string(options.sum_format))},
           {"routing", to_string(options.routing)},
           {"layout", to_string(options.layout)},
           {"max_rows", given(options.is_rank_major(), options.rows_per_source())},

@@ -15,29 +15,40 @@ bool has_short_scales(const Options& options) {
          options.scale_layout == EPX_SCALES_TILES;
 }
 
-int64_t quantised_bytes(const Options& options) {
-  const QuantisedRow row = quantised_row(options);
-  return epx::row_bytes(row.elements, options.hidden) +
-         epx::row_bytes(row.scales, row_format(options).num_scales(options.hidden)) +
-         (row.has_row_scale() ? static_cast<int64_t>(sizeof(float)) : 0);
-}
-
-} // namespace
-
-QuantisedRow quantised_row(const Options& options) {
-  const RowFormat format = epx::row_format(options.format());
+QuantisedRow quantised_row(NamedFormat named, bool has_short_scales) {
+  const RowFormat format = epx::row_format(named);
   switch (format.scaling) {
   case EPX_SCALING_NONE:
   case EPX_SCALING_BLOCK128:
     break;
   case EPX_SCALING_BLOCK128_POW2:
-    return {format.scaling, format.dtype, has_short_scales(options) ? EPX_FLOAT8_E8M0 : EPX_FLOAT32};
+    return {format.scaling, format.dtype, has_short_scales ? EPX_FLOAT8_E8M0 : EPX_FLOAT32};
   case EPX_SCALING_MX:
     return {format.scaling, format.dtype, EPX_FLOAT8_E8M0};
   case EPX_SCALING_NV:
     return {format.scaling, format.dtype, EPX_FLOAT8_E4M3};
   }
   return {format.scaling, format.dtype, EPX_FLOAT32};
+}
+
+int64_t bytes_of(const QuantisedRow& row, int64_t hidden) {
+  return epx::row_bytes(row.elements, hidden) + epx::row_bytes(row.scales, RowFormat(row.scaling).num_scales(hidden)) +
+         (row.has_row_scale() ? static_cast<int64_t>(sizeof(float)) : 0);
+}
+
+} // namespace
+
+std::array<std::pair<const char*, NamedFormat>, 3> named_formats(const Options& options) {
+  return {
+      {{"--row-format", options.row_format}, {"--wire-format", options.wire_format}, {"--sum-format", options.sum_format}}};
+}
+
+QuantisedRow quantised_row(const Options& options) {
+  return quantised_row(options.format(), has_short_scales(options));
+}
+
+QuantisedRow quantised_sum(const Options& options) {
+  return quantised_row(options.sum_format, true); // nobody but the library sees its scales
 }
 
 RowFormat row_format(const Options& options) {
@@ -63,8 +74,11 @@ int64_t recv_scales_bytes(const Options& options, int64_t rows) {
 
 RowBytes row_bytes_of(const Options& options, epx_operation operation) {
   const int64_t wide = row_bytes(options);
+  const bool adds_up = operation == EPX_OP_COMBINE || operation == EPX_OP_DISPATCH_BWD;
+  if (adds_up && options.sum_format != NamedFormat::None)
+    return {wide, bytes_of(quantised_sum(options), options.hidden), wide};
   if (operation != EPX_OP_DISPATCH || options.format() == NamedFormat::None) return {wide, wide, wide};
-  const int64_t quantised = quantised_bytes(options);
+  const int64_t quantised = bytes_of(quantised_row(options), options.hidden);
   return {options.has_quantised_input ? quantised : wide, quantised,
           options.row_format != NamedFormat::None ? quantised : wide};
 }

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the rows of dispatch travel (--row-format, --quantised-input, --wire-format, --scale-layout), and the bytes of a row.
+// How the rows of dispatch travel (--row-format, --quantised-input, --wire-format, --scale-layout), and the partial sums of
+// combine and dispatch_bwd (--sum-format); the bytes of a row.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "epx/epx.hpp"
 #include "tools/ep_bench/options.h"
@@ -19,10 +22,14 @@ struct QuantisedRow {
   bool has_row_scale() const { return scaling == EPX_SCALING_NV; }
 };
 
-// Precondition: the options have a format.
-QuantisedRow quantised_row(const Options& options);
+// Returns the options that name a format, with what they name.
+std::array<std::pair<const char*, NamedFormat>, 3> named_formats(const Options& options);
 
-// Returns the format without its tensors; an empty one for rows that travel as they are.
+// Return a row of dispatch, and a partial sum. Precondition: the options have a format for it.
+QuantisedRow quantised_row(const Options& options);
+QuantisedRow quantised_sum(const Options& options);
+
+// Returns the format of dispatch without its tensors; an empty one for rows that travel as they are.
 RowFormat row_format(const Options& options);
 
 // Return the dtypes of dispatch's tensors. All others have that of the options.
@@ -32,14 +39,15 @@ epx_dtype recv_tokens_dtype(const Options& options);
 // Returns the bytes of recv_scales for so many rows; 0 where none arrive.
 int64_t recv_scales_bytes(const Options& options, int64_t rows);
 
-// RowBytes are those of a row where an operation reads it, on its way to another rank, and where it lands. A quantised row has
-// its scales in them, and no holes for alignment.
+// RowBytes are those of a row where an operation reads it, on its way to another rank, and where it lands. On their way the
+// rows of combine and dispatch_bwd are partial sums. A quantised row has its scales in the bytes, and no holes for alignment.
 struct RowBytes {
   int64_t input = 0;
   int64_t wire = 0;
   int64_t received = 0;
 
-  // Returns whether a row lands in another form than it travels in. It then lies in the receiver's staging first.
+  // Returns whether a row lands in another form than it travels in. One of dispatch then lies in the receiver's staging first;
+  // partial sums always do.
   bool is_converted_on_landing() const { return wire != received; }
   bool operator==(const RowBytes&) const = default;
 };
@@ -47,7 +55,7 @@ struct RowBytes {
 // `operation` must move rows.
 RowBytes row_bytes_of(const Options& options, epx_operation operation);
 
-// Returns "fp8-mx, quantised in the call, scales in rows"; empty for rows that travel as they are.
+// Returns "fp8-mx, quantised in the call, scales in rows" of dispatch; empty for rows that travel as they are.
 std::string row_format_text(const Options& options);
 
 } // namespace epx::bench

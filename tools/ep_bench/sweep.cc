@@ -130,10 +130,11 @@ std::string to_table(const Sweep& sweep, std::span<const PointResult> points) {
     const Options& options = first->options;
     const epx_group_info& group = first->results->group;
     text = fmt::format(
-        "ep_bench {}: {} ranks, transport {}, rows of {} {}{}, top-{} of {} experts, combine {}{}\n",
+        "ep_bench {}: {} ranks, transport {}, rows of {} {}{}{}, top-{} of {} experts, combine {}{}\n",
         version_string(first->results->library_version), group.num_ranks, to_string(options.transport), options.hidden,
         to_string(options.dtype),
         options.format() == NamedFormat::None ? "" : fmt::format(", those of dispatch in {}", row_format_text(options)),
+        options.sum_format == NamedFormat::None ? "" : fmt::format(", partial sums in {}", to_string(options.sum_format)),
         options.top_k, options.experts, to_string(options.combine_precision),
         options.graph ? ", calls replayed from CUDA graphs" : "");
   }

@@ -72,10 +72,11 @@ int64_t rows_of_places(const RoutingOfAll& routing, bool exact);
 // In the rank-major layout `slots` are the rows of this rank, one per (token, this rank), and combine_bwd copies bits as
 // dispatch does:
 //   dispatch, combine_bwd  reads T                                                 writes slots
-// A row read from the tokens has the input's bytes, one in slots those of received rows, and one that arrived those of the wire.
-// They differ in dispatch alone. A row that does not land as it travels is written to staging, and read from there:
+// A row of the tokens has the input's bytes, one in slots those of received rows, and one that arrived or was sent those of
+// the wire. A row of dispatch that does not land as it travels is written to staging, and read from there:
 //   dispatch, both layouts  reads also arrived                                      writes also arrived
-// instead of those that have more than one slot. Index lists and weights are not counted. All 0 for a line that moves no rows.
+// instead of those that have more than one slot. What combine and dispatch_bwd send always lies in staging. Index lists and
+// weights are not counted. All 0 for a line that moves no rows.
 struct LocalBytes {
   int64_t reads = 0;
   int64_t writes = 0;

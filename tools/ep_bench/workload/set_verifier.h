@@ -85,6 +85,7 @@ public:
       all_.grad_recv_weights.push_back(std::move(by_row.grad_recv_weights));
     }
     inputs_ = measured.tensors_of(mine_.by_token);
+    if (options.sum_format != NamedFormat::None) sum_format_ = reference_format(quantised_sum(options));
   }
 
 protected:
@@ -129,15 +130,16 @@ protected:
   // they are.
   std::optional<reference::FormatTensors> format_tensors(ReceivedRows& received) const {
     if (options_.format() == NamedFormat::None) return std::nullopt;
-    const QuantisedRow row = quantised_row(options_);
-    const RowFormat format = row_format(options_);
-    return reference::FormatTensors{.format = {row.scaling, row.elements, row.scales, format.amax_floor},
+    return reference::FormatTensors{.format = reference_format(quantised_row(options_)),
                                     .scales = all_.scales,
                                     .row_scales = all_.row_scales,
                                     .encode_scales = {},
                                     .recv_scales = received.scales,
                                     .recv_row_scales = received.row_scales};
   }
+
+  // Returns the format of partial sums as the reference takes it; NULL where they travel in the dtype.
+  const reference::Format* sum_format() const { return sum_format_ ? &*sum_format_ : nullptr; }
 
   // Counts this rank's wrong elements and scales.
   int64_t wrong_rows(const ReceivedRows& expected) const {
@@ -169,6 +171,11 @@ protected:
   SetInputs all_;
 
 private:
+  // With the scaling's own floor, as the calls pass it.
+  static reference::Format reference_format(const QuantisedRow& row) {
+    return {row.scaling, row.elements, row.scales, RowFormat(row.scaling).amax_floor};
+  }
+
   void add_scales(std::vector<std::byte> scales, Floats row_scales) {
     all_.scales.push_back({.dtype = quantised_row(options_).scales,
                            .rows = options_.tokens,
@@ -180,6 +187,8 @@ private:
   Matrix matrix(std::vector<std::byte> bytes, int64_t rows) const {
     return {.dtype = options_.dtype, .rows = rows, .cols = options_.hidden, .bytes = std::move(bytes)};
   }
+
+  std::optional<reference::Format> sum_format_;
 };
 
 // Returns this rank's wrong elements of one input set, in the order of operations_of(layout). Collective.

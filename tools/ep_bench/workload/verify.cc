@@ -58,7 +58,8 @@ private:
 
   int64_t combine() {
     auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
-    reference::combine(plan_, {.expert_out = all_.expert_out, .recv_weights = recv_weights_, .out = out});
+    reference::combine(plan_,
+                       {.expert_out = all_.expert_out, .recv_weights = recv_weights_, .out = out, .format = sum_format()});
     measured_.load(mine_.by_row);
     call([&] {
       measured_.load_recv_weights(recv_weights_[peers_.rank()]);
@@ -89,7 +90,8 @@ private:
     reference::dispatch_bwd(plan_, {.grad_recv = all_.grad_recv,
                                     .grad_recv_weights = all_.grad_recv_weights,
                                     .grad_tokens = grad_tokens,
-                                    .grad_topk_weights = grad_topk_weights});
+                                    .grad_topk_weights = grad_topk_weights,
+                                    .format = sum_format()});
     call([&] { measured_.dispatch_bwd(); });
     return wrong_elements(grad_tokens, measured_.by_token().grad_tokens, true) +
            wrong_elements(grad_topk_weights, measured_.by_token().grad_topk_weights);

@@ -43,7 +43,7 @@ private:
 
   int64_t combine() {
     auto out = scribbled_matrices(peers_.num_ranks(), options_.dtype, options_.tokens, options_.hidden);
-    reference::combine_rank_major(plan_, all_.expert_out, out);
+    reference::combine_rank_major(plan_, all_.expert_out, out, sum_format());
     measured_.load(mine_.by_row);
     call([&] { measured_.combine(); });
     return wrong_elements(out, measured_.by_token().out, true);
@@ -62,7 +62,8 @@ private:
     reference::dispatch_rank_major_bwd(plan_, {.grad_recv = all_.grad_recv,
                                                .grad_recv_weights = all_.grad_recv_weights,
                                                .grad_tokens = grad_tokens,
-                                               .grad_topk_weights = grad_topk_weights});
+                                               .grad_topk_weights = grad_topk_weights,
+                                               .format = sum_format()});
     call([&] { measured_.dispatch_bwd(); });
     return wrong_elements(grad_tokens, measured_.by_token().grad_tokens, true) +
            wrong_elements(grad_topk_weights, measured_.by_token().grad_topk_weights);
