@@ -7,8 +7,9 @@ for each.
 """
 
 from . import bootstrap
+from ._formats import RowFormat
 from ._library import libepx as _libepx, version_text as _version_text
-from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, Status, Transport
+from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, ScaleLayout, Scaling, Status, Transport
 from .errors import Error, EventError, GroupError, InvalidArgumentError, UnsupportedError
 from .group import Group, Plan, RankMajorPlan, memory_plan
 
@@ -28,6 +29,9 @@ __all__ = [
     "Phase",
     "Plan",
     "RankMajorPlan",
+    "RowFormat",
+    "ScaleLayout",
+    "Scaling",
     "Status",
     "Transport",
     "UnsupportedError",

@@ -4,7 +4,7 @@
 from ._structs import CombinePrecision, Transport, known
 from ._values import integer, name_of, refuse
 
-_DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16"}
+_DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16", 8: "float8_e4m3fn", 9: "float8_e5m2", 10: "float4_e2m1fn"}
 
 
 class GroupBase:

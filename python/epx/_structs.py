@@ -90,6 +90,24 @@ class Pads(enum.IntEnum):
     UNTOUCHED = 1
 
 
+class Scaling(enum.IntEnum):
+    """How the elements of a quantised row are scaled (epx_scaling)."""
+
+    BLOCK128 = 1
+    BLOCK128_POW2 = 2
+    MX = 3
+    NV = 4
+
+
+class ScaleLayout(enum.IntEnum):
+    """Where the scales of received rows lie (epx_scale_layout)."""
+
+    ROWS = 0
+    COLUMNS = 1
+    PACKED = 2
+    TILES = 3
+
+
 MAX_EVENT_KINDS, MAX_REPORTED_RANKS, MAX_MESSAGE_BYTES = 16, 64, 1024
 
 
@@ -316,6 +334,8 @@ ENUMS = [
     ("EPX_COMBINE_", CombinePrecision),
     ("EPX_OVERFLOW_", Overflow),
     ("EPX_PADS_", Pads),
+    ("EPX_SCALING_", Scaling),
+    ("EPX_SCALES_", ScaleLayout),
 ]
 
 INTERRUPT_CHECK = CFUNCTYPE(c_int32)
@@ -325,6 +345,7 @@ epx_bootstrap_file = _declare(
 )
 epx_bootstrap_free = _declare(libepx, "epx_bootstrap_free", None, POINTER(Bootstrap))
 epx_group_config_init = _declare(libepx, "epx_group_config_init", c_int32, POINTER(GroupConfig))
+epx_row_format_init = _declare(libepx, "epx_row_format_init", c_int32, POINTER(RowFormat), c_int32)
 epx_set_interrupt_check = _declare(libepx, "epx_set_interrupt_check", None, INTERRUPT_CHECK)
 epx_interrupted = _declare(libepx, "epx_interrupted", c_int32)
 epx_group_create = _declare(libepx, "epx_group_create", c_int32, POINTER(Bootstrap), POINTER(GroupConfig), POINTER(GROUP))

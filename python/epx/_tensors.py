@@ -6,12 +6,16 @@ import numpy
 from ._structs import Tensor
 from ._values import refuse, refuse_dtype, refuse_strides, require_kind, require_shape, require_sidecar
 
-CODES = {"float32": 1, "float16": 2, "bfloat16": 3, "int32": 4, "int64": 5, "float64": 6, "uint8": 7}
-_CODE_OF_DTYPE = {numpy.dtype(name): code for name, code in CODES.items() if name != "bfloat16"}
+_OWN_CODES = {"float32": 1, "float16": 2, "int32": 4, "int64": 5, "float64": 6, "uint8": 7}
+_ML_CODES = {"bfloat16": 3, "float8_e4m3fn": 8, "float8_e5m2": 9, "float4_e2m1fn": 10, "float8_e8m0fnu": 11}  # of ml_dtypes
+CODES = {**_OWN_CODES, **_ML_CODES}
+_FLOAT4 = CODES["float4_e2m1fn"]
+_CODE_OF_DTYPE = {numpy.dtype(name): code for name, code in _OWN_CODES.items()}
 
 
 def dtype_code(dtype):
-    """The epx_dtype of a numpy dtype, of its name, or of a scalar type. bfloat16 is that of the package ml_dtypes."""
+    """The epx_dtype of a numpy dtype, of its name, or of a scalar type. numpy has bfloat16 and those of 8 and 4 bits
+    from the package ml_dtypes."""
     code = _CODE_OF_DTYPE.get(dtype) if isinstance(dtype, numpy.dtype) else None
     if code is None:
         if isinstance(dtype, numpy.dtype) and not dtype.isnative:
@@ -21,6 +25,17 @@ def dtype_code(dtype):
         if code is None:
             refuse(f"dtype {name} is not one of {', '.join(CODES)}")
     return code
+
+
+def dtype_of(name):
+    """The numpy dtype of a name. Refuses one of ml_dtypes where that is not installed."""
+    if name in _OWN_CODES:
+        return numpy.dtype(name)
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError:
+        refuse(f"arrays of {name} need the package ml_dtypes, which is not installed")
+    return numpy.dtype(getattr(ml_dtypes, name))
 
 
 def require_contiguous(name, array):
@@ -39,7 +54,17 @@ def tensor(name, array, shape=None, dtypes=None):
         refuse(f"{name} has {len(sizes)} dimensions; a tensor has 1 to 4")
     if dtypes is not None and array.dtype not in dtypes:
         refuse_dtype(name, array.dtype, dtypes)
-    return Tensor(array.ctypes.data, dtype_code(array.dtype), len(sizes), sizes)
+    code = dtype_code(array.dtype)
+    if code == _FLOAT4:
+        refuse(f"{name} is float4_e2m1fn, whose arrays have one element to a byte; give uint8 with two to a byte")
+    return Tensor(array.ctypes.data, code, len(sizes), sizes)
+
+
+def packed(view):
+    """A view of bytes [..., H / 2] as one of float4_e2m1fn [..., H]."""
+    view.dtype = _FLOAT4
+    view.sizes[view.ndim - 1] *= 2
+    return view
 
 
 def with_sidecar(view, sidecar, max_bytes):
@@ -60,11 +85,12 @@ def attach(view, sidecar):
     return view
 
 
-def output(name, array):
+def output(name, array, shape=None, dtypes=None):
     """A view of an array that a call writes."""
+    require_kind(name, array, numpy.ndarray)
     if not array.flags.writeable:
         refuse(f"{name} is read-only")
-    return tensor(name, array)
+    return tensor(name, array, shape, dtypes)
 
 
 def aligned_bytes(count, alignment=16):

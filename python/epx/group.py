@@ -16,8 +16,9 @@ from . import _interrupt, _lifetime, _structs
 from ._config import make_config
 from ._group_base import GroupBase
 from ._plans import Plan, RankMajorPlan, read_only
+from ._rows import Rows
 from ._structs import EventKind, Operation, Pads, Status, known
-from ._tensors import aligned_bytes, attach, output, tensor, with_sidecar
+from ._tensors import aligned_bytes, output, tensor
 from ._values import count, integer, member, refuse, refuse_destroyed, refuse_dtype, require_kind, require_one_size
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
@@ -43,6 +44,11 @@ def _counts_dtype(dtype):
     return dtype
 
 
+def _received(recv_tokens, recv_weights, recv_sidecar):
+    """What a dispatch returns."""
+    return (recv_tokens, recv_weights) if recv_sidecar is None else (recv_tokens, recv_weights, recv_sidecar)
+
+
 class Group(GroupBase):
     """The ranks that share the experts, as one of them sees it.
 
@@ -52,7 +58,8 @@ class Group(GroupBase):
     max_tokens_per_rank       the largest T
     hidden_dim                the largest H
     max_top_k                 the largest K
-    max_token_dtype           the widest dtype of tokens: "float32", "float16" or "bfloat16", or a dtype
+    max_token_dtype           the widest dtype of tokens: "float32", "float16" or "bfloat16", or a dtype; or "float8_e4m3fn",
+                              "float8_e5m2" or "float4_e2m1fn", of a group that only dispatches quantised rows
     max_alignment             the largest alignment of zones, in rows; default 128
     max_recv_tokens_per_rank  R; 0: the worst case
     max_sidecar_bytes         the largest sidecar of a token, in bytes; default 0
@@ -180,23 +187,28 @@ class Group(GroupBase):
         self._call("prepare", plan, indices, *outputs)
         return read_only(plan)
 
-    def dispatch(self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None) -> tuple:
+    def dispatch(
+        self, plan, tokens, topk_weights=None, *, num_rows=None, recv_tokens=None, pads="zero", sidecar=None, format=None
+    ) -> tuple:
         """Brings tokens to the ranks of their experts. Collective.
 
-        tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
+        tokens: [T, H] float32, float16 or bfloat16, or of 8 bits, which are copied.  topk_weights: [T, K] float32, or None on
+        all ranks.  format: a RowFormat, or None on all ranks: with one the rows travel in 8 or 4 bits, and tokens, recv_tokens
+        or both are tuples (rows, scales), as it says. Arrays of 8 bits are those of ml_dtypes. Rows of float4_e2m1fn are
+        uint8 [..., H / 2]: two elements to a byte, the even index in the low nibble.
         num_rows: N; default: plan.num_rows.  recv_tokens: [N, H] to be written; default: a new array.  pads: "zero", or
         "untouched": pads inside zones are not written.  sidecar: [T, S] of any dtype, block scales for instance, with the same
         bytes of a row on all ranks, at most max_sidecar_bytes; or None on all ranks.
         Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a third array, [N, S] of its dtype. Rows
-        behind plan.num_rows are not written.
+        behind plan.num_rows are not written, and neither are their scales.
         """
         self.require_host()
         require_kind("plan", plan, Plan)
         if num_rows is None and recv_tokens is None:
             num_rows = plan.num_rows
-        views, received = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar)
-        self._call("dispatch", plan, *views, more=(member(Pads, pads, "pads"), 0))
-        return received
+        views, rows, weights = self._dispatch_tensors(plan, tokens, topk_weights, num_rows, recv_tokens, sidecar, format)
+        self._call("dispatch", plan, *views, more=(member(Pads, pads, "pads"), 0, rows.format))
+        return _received(rows.recv_tokens, weights, rows.recv_sidecar)
 
     def prepare_dispatch(
         self,
@@ -212,22 +224,25 @@ class Group(GroupBase):
         recv_tokens=None,
         pads="zero",
         sidecar=None,
+        format=None,
     ) -> tuple:
         """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
         Arguments are those of the two. num_rows: N; default: R while the call is made, of which the rows in use are returned.
-        Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a fourth array.
+        Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a fourth array. Where R rows were
+        received, scales in columns or packed are a view of wider ones.
         """
         self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
         is_sized = num_rows is not None or recv_tokens is not None
         rows = num_rows if is_sized else self.max_recv_tokens_per_rank
-        views, received = self._dispatch_tensors(plan, tokens, topk_weights, rows, recv_tokens, sidecar)
-        self._call("prepare_dispatch", plan, indices, *outputs, *views, more=(member(Pads, pads, "pads"), 0))
-        if not is_sized:
-            received = [None if array is None else array[: plan.num_rows] for array in received]
-        return read_only(plan), *received
+        views, moved, weights = self._dispatch_tensors(plan, tokens, topk_weights, rows, recv_tokens, sidecar, format)
+        self._call("prepare_dispatch", plan, indices, *outputs, *views, more=(member(Pads, pads, "pads"), 0, moved.format))
+        if is_sized:
+            return read_only(plan), *_received(moved.recv_tokens, weights, moved.recv_sidecar)
+        used = [None if array is None else array[: plan.num_rows] for array in (weights, moved.recv_sidecar)]
+        return read_only(plan), *_received(moved.first(plan.num_rows), *used)
 
     def combine(self, plan, expert_out, recv_weights=None, *, out=None) -> numpy.ndarray:
         """Brings the experts' outputs back. Collective.
@@ -300,55 +315,50 @@ class Group(GroupBase):
         return grad_tokens, grad_weights
 
     def dispatch_rank_major(
-        self, tokens, topk_idx, topk_weights=None, *, max_rows=None, counts_dtype=numpy.int32, sidecar=None
+        self, tokens, topk_idx, topk_weights=None, *, max_rows=None, counts_dtype=numpy.int32, sidecar=None, format=None
     ) -> tuple:
         """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare.
         Collective.
 
-        tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
-        float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-        P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: [T, S], as in dispatch().
+        tokens: [T, H], as in dispatch().  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K] float32, or
+        None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
+        P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, format: as in dispatch(), without scales in tiles.
         Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar a fourth array,
-        [P, M, S] of its dtype. Rows that hold no token, recv_tokens[r, plan.counts[r]:], are zero.
+        [P, M, S] of its dtype. Scales by rows are [P, M, S], and row_scales [P, M]. Rows that hold no token, recv_tokens[r,
+        plan.counts[r]:], are zero, and so are their scales.
         """
         self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         num_tokens, top_k = topk_idx.shape
         self.require_layer(top_k)
-        sent = with_sidecar(tensor("tokens", tokens, (num_tokens, None)), sidecar, self.max_sidecar_bytes)
         max_rows = self.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
-        rows = self.num_ranks, max_rows
+        lead = self.num_ranks, max_rows
+        rows = Rows(tokens, num_tokens, lead, None, format, sidecar, self.max_sidecar_bytes, numpy.zeros)
         plan = RankMajorPlan(
             top_k,
             num_tokens,
             max_rows,
             aligned_bytes(self.handle_mem_size(top_k)),
             counts=numpy.empty(self.num_ranks, _counts_dtype(counts_dtype)),
-            topk_idx=numpy.full((*rows, top_k), -1, numpy.int32),
+            topk_idx=numpy.full((*lead, top_k), -1, numpy.int32),
         )
-        recv_tokens = numpy.zeros((*rows, tokens.shape[1]), tokens.dtype)
-        received = tensor("recv_tokens", recv_tokens)
-        recv_sidecar = None
-        if sidecar is not None:
-            recv_sidecar = numpy.zeros((*rows, sidecar.shape[1]), sidecar.dtype)
-            attach(received, recv_sidecar)
         weights = recv_weights = None
         if topk_weights is not None:
             weights = self._topk_weights(plan, topk_weights)
-            recv_weights = numpy.zeros((*rows, top_k), _FLOAT32)
+            recv_weights = numpy.zeros((*lead, top_k), _FLOAT32)
         self._call(
             "dispatch_rank_major",
             plan,
-            sent,
+            rows.sent,
             indices,
             weights,
-            received,
+            rows.received,
             tensor("recv_topk_idx", plan.topk_idx),
             None if recv_weights is None else tensor("recv_weights", recv_weights),
             tensor("counts", plan.counts),
+            more=(rows.format,),
         )
-        read_only(plan)
-        return (plan, recv_tokens, recv_weights) if sidecar is None else (plan, recv_tokens, recv_weights, recv_sidecar)
+        return read_only(plan), *_received(rows.recv_tokens, recv_weights, rows.recv_sidecar)
 
     def combine_rank_major(self, plan, expert_out, *, out=None) -> numpy.ndarray:
         """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
@@ -422,23 +432,23 @@ class Group(GroupBase):
         arrays = ((name, getattr(plan, name)) for name in names)
         return plan, [None if array is None else tensor(name, array) for name, array in arrays]
 
-    def _dispatch_tensors(self, plan, tokens, topk_weights, num_rows, recv_tokens, sidecar):
-        """The tensors of epx_dispatch_args, and the arrays that dispatch() returns. num_rows is for a recv_tokens of None."""
+    def _dispatch_tensors(self, plan, tokens, topk_weights, num_rows, recv_tokens, sidecar, row_format):
+        """The tensors of epx_dispatch_args, the Rows, and recv_weights. num_rows is for a recv_tokens of None."""
         require_one_size("num_rows", num_rows, recv_tokens, "N")
-        sent = with_sidecar(tensor("tokens", tokens, (plan.num_tokens, None)), sidecar, self.max_sidecar_bytes)
         if recv_tokens is None:
-            recv_tokens = numpy.empty((count("num_rows", num_rows), tokens.shape[1]), tokens.dtype)
-        rows = output("recv_tokens", recv_tokens)
-        received = [recv_tokens, None]
+            num_rows = count("num_rows", num_rows)
+        else:
+            first = recv_tokens[0] if isinstance(recv_tokens, tuple) and recv_tokens else recv_tokens
+            num_rows = tensor("recv_tokens", first).sizes[0]
+        rows = Rows(
+            tokens, plan.num_tokens, (num_rows,), recv_tokens, row_format, sidecar, self.max_sidecar_bytes, numpy.empty
+        )
         weights = recv_weights = None
         if topk_weights is not None:
             weights = self._topk_weights(plan, topk_weights)
-            received[1] = numpy.empty(len(recv_tokens), _FLOAT32)
-            recv_weights = tensor("recv_weights", received[1])
-        if sidecar is not None:
-            received.append(numpy.empty((len(recv_tokens), sidecar.shape[1]), sidecar.dtype))
-            attach(rows, received[2])
-        return (sent, weights, rows, recv_weights), tuple(received)
+            recv_weights = numpy.empty(num_rows, _FLOAT32)
+        row_weights = None if weights is None else tensor("recv_weights", recv_weights)
+        return (rows.sent, weights, rows.received, row_weights), rows, recv_weights
 
     @staticmethod
     def _topk_weights(plan, topk_weights):

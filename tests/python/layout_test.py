@@ -29,7 +29,8 @@ def assertions():
         name = "EPX_SUCCESS" if status == 0 else f"EPX_ERROR_{status.name}"
         yield f"{name} == {status.value}", name
     for name, code in _tensors.CODES.items():
-        yield f"EPX_{name.upper()} == {code}", f"EPX_{name.upper()}"
+        c_name = f"EPX_{name.removesuffix('fn').removesuffix('fnu').upper()}"
+        yield f"{c_name} == {code}", c_name
     for name in ("MAX_EVENT_KINDS", "MAX_REPORTED_RANKS", "MAX_MESSAGE_BYTES"):
         yield f"EPX_{name} == {getattr(_structs, name)}", f"EPX_{name}"
 

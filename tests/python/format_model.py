@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of row formats share: the formats, and what arrives, by the definitions in numpy of tests/formats."""
+
+import pathlib
+import sys
+
+import numpy
+
+import epx
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "formats"))
+import definitions
+
+HIDDEN = 144  # which cuts the last block of BLOCK128 and of MX short
+_ELEMENTS = {"float8_e4m3fn": definitions.E4M3, "float8_e5m2": definitions.E5M2, "float4_e2m1fn": definitions.E2M1}
+_SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
+
+
+def formats(**options):
+    """Each scaling with each of its dtypes; options are those of RowFormat."""
+    make = epx.RowFormat
+    return [
+        make("block128", **options),
+        make("block128", amax_floor=0.5, **options),
+        make("block128_pow2", amax_floor=0.0, **options),
+        make("block128_pow2", scale_dtype="float8_e8m0fnu", **options),
+        make("mx", **options),
+        make("mx", dtype="float8_e5m2", **options),
+        make("nv", **options),
+        make("nv", encode_scale=numpy.array([37.5], numpy.float32), **options),
+    ]
+
+
+def _definition(row_format):
+    name = row_format.scaling.name.lower()
+    floor = row_format.amax_floor
+    return definitions.Format(name, _ELEMENTS[row_format.dtype], _SCALES[row_format.scale_dtype], floor)
+
+
+def _quantised(row_format, tokens):
+    encode_scale = None if row_format.encode_scale is None else numpy.asarray(row_format.encode_scale)[0]
+    with_one_more = numpy.concatenate([tokens, numpy.zeros((1, tokens.shape[1]), numpy.float32)])  # there may be none
+    made = definitions.quantise(_definition(row_format), with_one_more, encode_scale)
+    return definitions.Quantised(*[numpy.ascontiguousarray(part[:-1]) for part in (made.codes, made.scales, made.row_scales)])
+
+
+def parts_of(row_format, tokens):
+    """Bytes of codes [T, H] or [T, H / 2], scales [T, S] float32 or bytes, and with NV row_scales [T]: those of tokens float32."""
+    made = _quantised(row_format, tokens)
+    codes = definitions.pack(made.codes) if row_format.elements_per_byte == 2 else made.codes
+    return [codes, made.scales, made.row_scales][: row_format.num_parts]
+
+
+def round_trip(row_format, tokens):
+    """[T, H] float32, what wide rows are on their way with wire_only, before they are rounded to their dtype."""
+    return definitions.dequantise(_definition(row_format), _quantised(row_format, tokens))
+
+
+def bits(array):
+    """An array of any dtype as numbers that can be compared: float32 as they are, others as bytes."""
+    array = numpy.ascontiguousarray(array)
+    return array if array.dtype.itemsize > 1 else array.view(numpy.uint8)
+
+
+def by_rows(layout, scales, num_rows, num_scales):
+    """Received scales in a layout as [N, S]."""
+    scales = bits(scales)
+    if layout == epx.ScaleLayout.COLUMNS:
+        return scales[:, :num_rows].T
+    if layout == epx.ScaleLayout.PACKED:
+        words = numpy.ascontiguousarray(scales[:, :num_rows].T)
+        return words.view(numpy.uint8)[:, :num_scales]
+    if layout == epx.ScaleLayout.TILES:
+        flat = scales.reshape(-1)
+        row, scale = numpy.mgrid[:num_rows, :num_scales]
+        return flat[numpy.vectorize(definitions.tile_offset, otypes=[int])(row, scale, num_scales)]
+    return scales.reshape(num_rows, num_scales)

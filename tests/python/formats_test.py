@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row formats on numpy arrays: the three ways through each call that dispatches, against the definitions of tests/formats."""
+
+import dataclasses
+import sys
+import unittest
+import unittest.mock
+
+import ranks
+
+ranks.require("numpy", "ml_dtypes")
+import format_model
+import ml_dtypes
+import numpy
+import reference
+from format_model import HIDDEN, bits
+
+import epx
+
+RANK, RANKS = ranks.rank(), ranks.num_ranks()
+EXPERTS, TOP_K = 5, 3
+NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 6 + 3 * rank for rank in range(RANKS)]
+DTYPES = numpy.float32, numpy.float16, ml_dtypes.bfloat16
+_names = iter(range(1_000_000))
+
+
+def make_group(**changes):
+    config = dict(num_experts=EXPERTS, max_tokens_per_rank=16, hidden_dim=HIDDEN, max_top_k=TOP_K, max_token_dtype="float32")
+    with ranks.directory_bootstrap(f"formats-{next(_names)}") as bootstrap:
+        return epx.Group(bootstrap, transport="host", timeout=ranks.TIMEOUT_SECONDS, **{**config, **changes})
+
+
+class Data:
+    """topk_idx, weights and tokens of each rank; tokens have magnitudes of many blocks."""
+
+    def __init__(self, dtype, seed=1):
+        generator = numpy.random.default_rng(seed)
+        self.idx, self.tokens, self.weights = [], [], []
+        for count in NUM_TOKENS:
+            choice = numpy.argsort(generator.random((count, EXPERTS)), axis=1)[:, :TOP_K]
+            self.idx.append(numpy.where(generator.random(choice.shape) < 0.2, -1, choice))
+            exponents = generator.integers(-6, 6, (count, HIDDEN // 16)).repeat(16, axis=1)
+            self.tokens.append((generator.standard_normal((count, HIDDEN)) * numpy.exp2(exponents)).astype(dtype))
+            self.weights.append(generator.random(choice.shape).astype(numpy.float32))
+
+    def parts(self, row_format):
+        """By part, and then by rank."""
+        return list(zip(*[format_model.parts_of(row_format, tokens.astype(numpy.float32)) for tokens in self.tokens]))
+
+
+def quantised_by_caller(row_format, parts):
+    """The tuple that a caller gives whose framework has quantised its rows."""
+    dtypes = {1: numpy.uint8 if row_format.elements_per_byte == 2 else row_format.dtype, 2: row_format.scale_dtype, 3: "float32"}
+    return tuple(
+        part.view(getattr(ml_dtypes, dtype) if isinstance(dtype, str) and part.dtype == numpy.uint8 else dtype)
+        for part, dtype in zip(parts, dtypes.values())
+    )
+
+
+class Formats(unittest.TestCase):
+    def compare(self, row_format, received, wanted, num_rows):
+        """A tuple that has arrived with the parts [N, ...] that should have."""
+        self.assertEqual(len(received), row_format.num_parts)
+        self.assertEqual(received[0].dtype.name, "uint8" if row_format.elements_per_byte == 2 else row_format.dtype)
+        self.assertEqual(received[1].dtype.name, row_format.recv_scales_dtype)
+        num_scales = row_format.num_scales(HIDDEN)
+        numpy.testing.assert_array_equal(bits(received[0]).reshape(num_rows, -1), wanted[0])
+        scales = format_model.by_rows(row_format.scale_layout, received[1], num_rows, num_scales)
+        numpy.testing.assert_array_equal(scales, wanted[1])
+        if row_format.has_row_scales:
+            numpy.testing.assert_array_equal(received[2].reshape(-1), wanted[2])
+
+    def calls(self, group, idx, alignment=1):
+        """Each call by expert, as a function that returns a plan and what arrives; rows are in use to the last one."""
+
+        def dispatch(*arguments, **options):
+            plan = group.prepare(idx, alignment=alignment)
+            return plan, *group.dispatch(plan, *arguments, **options)
+
+        def prepare_dispatch(tokens, weights, **options):
+            return group.prepare_dispatch(tokens, idx, weights, alignment=alignment, **options)
+
+        return dispatch, prepare_dispatch
+
+    def check_by_expert(self, group, row_format, dtype, alignment=1):
+        data = Data(dtype)
+        exchange = reference.Exchange(data.idx, EXPERTS, alignment)
+        parts = data.parts(row_format)
+        wanted = [exchange.scatter(part)[RANK] for part in parts]
+        num_rows = len(wanted[0])
+        inputs = [data.tokens[RANK]]
+        if row_format.encode_scale is None:
+            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in parts]))
+        for call in self.calls(group, data.idx[RANK], alignment):
+            for tokens in inputs:
+                _, received, weights = call(tokens, data.weights[RANK], format=row_format)
+                self.compare(row_format, received, wanted, num_rows)
+                numpy.testing.assert_array_equal(weights, exchange.scatter_weights(data.weights)[RANK])
+
+    def check_rank_major(self, group, row_format, dtype):
+        data = Data(dtype, 2)
+        exchange = reference.RankMajorExchange(data.idx, EXPERTS, 16)
+        parts = data.parts(row_format)
+        wanted = [exchange.scatter(part)[RANK] for part in parts]
+        wanted = [part.reshape(RANKS * 16, *part.shape[2:]) for part in wanted]
+        inputs = [data.tokens[RANK]]
+        if row_format.encode_scale is None:
+            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in parts]))
+        for tokens in inputs:
+            _, received, _ = group.dispatch_rank_major(tokens, data.idx[RANK], data.weights[RANK], format=row_format)
+            self.assertEqual(received[0].shape[:2], (RANKS, 16))
+            if row_format.scale_layout == epx.ScaleLayout.ROWS:
+                self.assertEqual(received[1].shape, (RANKS, 16, row_format.num_scales(HIDDEN)))
+            self.compare(row_format, received, wanted, RANKS * 16)
+
+    def test_1_quantised_rows_by_the_caller_and_in_the_call(self):
+        with make_group() as group:
+            for row_format in format_model.formats():
+                for dtype in DTYPES:
+                    with self.subTest(format=row_format, dtype=dtype):
+                        self.check_by_expert(group, row_format, dtype, alignment=4)
+                        self.check_rank_major(group, row_format, dtype)
+            group.check()
+
+    def test_2_layouts_of_scales(self):
+        columns, packed, tiles = epx.ScaleLayout.COLUMNS, epx.ScaleLayout.PACKED, epx.ScaleLayout.TILES
+        with make_group() as group:
+            for row_format in format_model.formats(scale_layout=columns) + [
+                epx.RowFormat("block128_pow2", scale_layout=packed),
+                epx.RowFormat("mx", scale_layout=packed),
+                epx.RowFormat("mx", scale_layout=tiles),
+                epx.RowFormat("nv", scale_layout=tiles),
+            ]:
+                with self.subTest(format=row_format):
+                    is_tiled = row_format.scale_layout == tiles
+                    self.check_by_expert(group, row_format, numpy.float32, alignment=128 if is_tiled else 1)
+                    if not is_tiled:
+                        self.check_rank_major(group, row_format, numpy.float32)
+            group.check()
+
+    def test_3_quantised_wire(self):
+        with make_group() as group:
+            for row_format in format_model.formats(wire_only=True):
+                for dtype in DTYPES:
+                    data = Data(dtype, 3)
+                    there = [
+                        format_model.round_trip(row_format, tokens.astype(numpy.float32)).astype(dtype) for tokens in data.tokens
+                    ]
+                    rows = reference.Exchange(data.idx, EXPERTS).scatter(there)[RANK]
+                    with self.subTest(format=row_format, dtype=dtype):
+                        for call in self.calls(group, data.idx[RANK]):
+                            plan, received, weights = call(data.tokens[RANK], data.weights[RANK], format=row_format)
+                            self.assertEqual(received.dtype, numpy.dtype(dtype))
+                            numpy.testing.assert_array_equal(received, rows)
+                        group.combine(plan, received, weights)
+                        _, received, _ = group.dispatch_rank_major(data.tokens[RANK], data.idx[RANK], format=row_format)
+                        wanted = reference.RankMajorExchange(data.idx, EXPERTS, 16).scatter(there)[RANK]
+                        numpy.testing.assert_array_equal(received, wanted)
+            group.check()
+
+    def test_4_sidecars_and_memory_of_the_caller(self):
+        with make_group(max_sidecar_bytes=4) as group:
+            data = Data(numpy.float32, 4)
+            sidecars = [numpy.arange(count, dtype=numpy.float32)[:, None] for count in NUM_TOKENS]
+            exchange = reference.Exchange(data.idx, EXPERTS)
+            plan = group.prepare(data.idx[RANK])
+            for row_format in format_model.formats():
+                wanted = [exchange.scatter(part)[RANK] for part in data.parts(row_format)]
+                new, _, sidecar = group.dispatch(plan, data.tokens[RANK], sidecar=sidecars[RANK], format=row_format)
+                numpy.testing.assert_array_equal(sidecar, exchange.scatter(sidecars)[RANK])
+                given = tuple(numpy.empty_like(part) for part in new)
+                received, _ = group.dispatch(plan, data.tokens[RANK], recv_tokens=given, format=row_format)
+                self.assertIs(received, given)
+                self.compare(row_format, received, wanted, plan.num_rows)
+            group.check()
+
+    def test_5_without_a_format_rows_of_8_bits_are_copied(self):
+        with make_group(max_token_dtype="float8_e4m3fn") as group:
+            self.assertEqual(group.max_token_dtype, "float8_e4m3fn")
+            for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+                data = Data(dtype, 5)
+                plan = group.prepare(data.idx[RANK])
+                received, _ = group.dispatch(plan, data.tokens[RANK])
+                wanted = reference.Exchange(data.idx, EXPERTS).scatter(data.tokens)[RANK]
+                self.assertEqual(received.dtype, numpy.dtype(dtype))
+                numpy.testing.assert_array_equal(bits(received), bits(wanted))
+            group.check()
+
+    def test_6_refusals(self):
+        block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
+        wire = dataclasses.replace(block, wire_only=True)
+        with make_group() as group:
+            data = Data(numpy.float32, 6)
+            idx, x = data.idx[RANK], data.tokens[RANK]
+            plan = group.prepare(idx)
+            codes = x.astype(ml_dtypes.float8_e4m3fn)
+            scales = numpy.ones((len(x), 2), numpy.float32)
+            rows, _ = group.dispatch(plan, x, format=block)
+            for words, call in {
+                "scaling is 'fp8'; it must be one of 'block128', 'block128_pow2', 'mx', 'nv'": lambda: epx.RowFormat("fp8"),
+                "dtype is 'float8_e4m3'; it must be one of": lambda: epx.RowFormat("mx", dtype=ml_dtypes.float8_e4m3),
+                "scale_layout is 'blocked'": lambda: epx.RowFormat("mx", scale_layout="blocked"),
+                "amax_floor is 'low'; it must be a number": lambda: epx.RowFormat("block128", amax_floor="low"),
+                "wire_only is int; this call takes bool": lambda: epx.RowFormat("mx", wire_only=1),
+                "format is str; this call takes epx.RowFormat": lambda: group.dispatch(plan, x, format="mx"),
+                "tokens is a tuple; this call takes an array, since it has no format": lambda: group.dispatch(plan, (codes, scales)),
+                "tokens is a tuple of quantised rows; a format with wire_only": lambda: group.dispatch(
+                    plan, (codes, scales), format=wire
+                ),
+                "tokens is float8_e4m3fn without scales": lambda: group.dispatch(plan, codes, format=block),
+                "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)": lambda: group.dispatch(
+                    plan, (codes, scales), format=nv
+                ),
+                "tokens is float8_e4m3fn; it must be uint8": lambda: group.dispatch(
+                    plan, (codes, scales, scales[:, 0].copy()), format=nv
+                ),
+                "tokens is float4_e2m1fn, whose arrays have one element to a byte": lambda: group.dispatch(
+                    plan, x.astype(ml_dtypes.float4_e2m1fn)
+                ),
+                "scales has shape": lambda: group.dispatch(plan, (codes, scales[:, :1].copy()), format=block),
+                "scales is float64; it must be float32": lambda: group.dispatch(plan, (codes, scales.astype(float)), format=block),
+                "tokens has H = 33; it must be even": lambda: group.dispatch(plan, x[:, :33].copy(), format=nv),
+                "recv_tokens is numpy.ndarray; with scaling block128 it must be a tuple (rows, scales)": lambda: group.dispatch(
+                    plan, x, recv_tokens=rows[0], format=block
+                ),
+                "recv_tokens is a tuple; this call takes an array, since with wire_only": lambda: group.dispatch(
+                    plan, x, recv_tokens=rows, format=wire
+                ),
+                "recv_scales has shape": lambda: group.dispatch(
+                    plan, x, recv_tokens=(rows[0], numpy.ones((len(rows[0]), 3), numpy.float32)), format=block
+                ),
+                "encode_scale has shape [2]": lambda: group.dispatch(
+                    plan, x, format=epx.RowFormat("nv", encode_scale=numpy.ones(2, numpy.float32))
+                ),
+                # The library's own sentences.
+                "with scaling block128 it must be float8_e4m3": lambda: group.dispatch(
+                    plan, x, format=epx.RowFormat("block128", dtype="float8_e5m2")
+                ),
+                "with scaling mx it must be float8_e8m0": lambda: group.dispatch(
+                    plan, x, format=epx.RowFormat("mx", scale_dtype="float32")
+                ),
+                "amax_floor is -1; with scaling block128": lambda: group.dispatch(
+                    plan, x, format=epx.RowFormat("block128", amax_floor=-1)
+                ),
+                "rows arrive without scales": lambda: group.dispatch(
+                    plan, x, format=dataclasses.replace(wire, scale_layout="columns")
+                ),
+                "must be a multiple of 128": lambda: group.dispatch(plan, x, format=epx.RowFormat("mx", scale_layout="tiles")),
+                "which the rank-major layout does not have": lambda: group.dispatch_rank_major(
+                    x, idx, format=epx.RowFormat("mx", scale_layout="tiles")
+                ),
+            }.items():
+                ranks.refused(self, words, call)
+            with unittest.mock.patch.dict(sys.modules, {"ml_dtypes": None}):
+                ranks.refused(self, "need the package ml_dtypes", lambda: group.dispatch(plan, x, format=block))
+                group.dispatch(plan, x, format=wire)  # which makes no array of 8 bits
+            group.check()
+
+    def test_7_ranks_agree(self):
+        if RANKS == 1:
+            self.skipTest("needs a peer")
+        group = make_group()
+        data = Data(numpy.float32, 7)
+        with self.assertRaisesRegex(epx.GroupError, "amax_floor") as caught:
+            plan = group.prepare(data.idx[RANK])
+            group.dispatch(plan, data.tokens[RANK], format=epx.RowFormat("block128", amax_floor=1.0 + (RANK == 0)))
+            group.dispatch(plan, data.tokens[RANK])  # a rank may be through before the others see it
+        self.assertEqual(caught.exception.status, epx.Status.MISMATCH)
+        group.destroy()
+
+
+if __name__ == "__main__":
+    ranks.main()
