@@ -14,7 +14,7 @@ from .errors import raise_if_failed
 _FLOAT32, _E8M0, _E4M3 = "float32", "float8_e8m0fnu", "float8_e4m3fn"
 ELEMENT_CODES = {_E4M3: 8, "float8_e5m2": 9, "float4_e2m1fn": 10}
 SCALE_CODES = {_FLOAT32: 1, _E8M0: 11, _E4M3: 8}
-_ELEMENT_NAMES = {code: name for name, code in ELEMENT_CODES.items()}
+_NAMES = {code: name for name, code in (*ELEMENT_CODES.items(), *SCALE_CODES.items())}
 _BLOCKS = {Scaling.BLOCK128: 128, Scaling.BLOCK128_POW2: 128, Scaling.MX: 32, Scaling.NV: 16}
 _SCALE_DTYPES = {Scaling.BLOCK128: _FLOAT32, Scaling.BLOCK128_POW2: _FLOAT32, Scaling.MX: _E8M0, Scaling.NV: _E4M3}
 
@@ -68,13 +68,16 @@ class RowFormat:
             scale_dtype = _E8M0 if layout == ScaleLayout.PACKED else _SCALE_DTYPES[scaling]
         fields = {
             "scaling": scaling,
-            "dtype": _ELEMENT_NAMES[defaults.dtype] if dtype is None else _dtype_name("dtype", dtype, ELEMENT_CODES),
+            "dtype": _NAMES[defaults.dtype] if dtype is None else _dtype_name("dtype", dtype, ELEMENT_CODES),
             "amax_floor": defaults.amax_floor if floor is None else number("amax_floor", floor),
             "scale_dtype": _dtype_name("scale_dtype", scale_dtype, SCALE_CODES),
             "scale_layout": layout,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+        codes = [scaling, ELEMENT_CODES[fields["dtype"]], SCALE_CODES[fields["scale_dtype"]], layout, self.wire_only]
+        object.__setattr__(self, "codes", [int(code) for code in codes])  # what operators of PyTorch take
 
     @property
     def has_row_scales(self) -> bool:
@@ -120,3 +123,10 @@ class RowFormat:
         by_row = self.scale_layout == ScaleLayout.ROWS
         scales = (*lead, self.num_scales(hidden)) if by_row else self.recv_scales_shape(rows, hidden)
         return [(*lead, hidden // self.elements_per_byte), scales, lead][: self.num_parts]
+
+
+def format_of(codes):
+    """The format that has these codes, without amax_floor and encode_scale."""
+    scaling, dtype, scale_dtype, layout, wire_only = codes
+    options = dict(dtype=_NAMES[dtype], scale_dtype=_NAMES[scale_dtype], scale_layout=layout, wire_only=bool(wire_only))
+    return RowFormat(scaling, **options)

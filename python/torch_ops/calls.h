@@ -11,6 +11,9 @@
 namespace epx_torch {
 
 constexpr auto kRowDtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
+// Of tokens that no format quantises: those of few bits are copied.
+constexpr auto kTokenDtypes = {ScalarType::Float,         ScalarType::Half,        ScalarType::BFloat16,
+                               ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2, ScalarType::Float4_e2m1fn_x2};
 constexpr auto kIndexDtypes = {ScalarType::Int, ScalarType::Long};
 constexpr auto kFloat = {ScalarType::Float};
 constexpr auto kByte = {ScalarType::Byte};
@@ -66,6 +69,10 @@ inline Tensor nothing(const Group& group) {
 
 inline epx_tensor view_rows(const char* name, const Tensor& rows, const Group& group, int64_t num_rows = kAnySize) {
   return view(name, rows, group.place, {num_rows, kAnySize}, kRowDtypes);
+}
+
+inline epx_tensor view_tokens(const Tensor& tokens, const Group& group) {
+  return view("tokens", tokens, group.place, {kAnySize, kAnySize}, kTokenDtypes);
 }
 
 inline epx_tensor view_weights(const char* name, const Tensor& weights, const Group& group, int64_t num_rows) {

@@ -2,8 +2,10 @@
 // The five operations as operators of PyTorch. Those that move rows are functional; python/epx/torch gives them fake kernels,
 // gradients and the effect that keeps torch.compile from merging, dropping or reordering them.
 #include <tuple>
+#include <vector>
 
 #include "calls.h"
+#include "row_format.h"
 #include "row_major.h"
 
 namespace epx_torch {
@@ -13,6 +15,11 @@ using std::optional;
 using std::tuple;
 
 constexpr int64_t kNumInfo = 5;
+
+int64_t require_rows(int64_t num_rows) {
+  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
+  return num_rows;
+}
 
 epx_pads pads_of(int64_t pads) {
   return static_cast<epx_pads>(to_int32("pads", pads)); // the library refuses what is none
@@ -61,38 +68,23 @@ tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignm
   return {handle_mem, plan.results};
 }
 
-Tensor new_rows(const Group& group, const Tensor& tokens, const epx_tensor& sent, int64_t num_rows) {
-  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
-  return new_tensor(group.place, {num_rows, sent.sizes[1]}, tokens.scalar_type());
+Rows new_rows(const Group& group, const Tensor& tokens, int64_t num_rows) {
+  const epx_tensor sent = view_tokens(tokens, group);
+  const Tensor recv_tokens = new_tensor(group.place, {require_rows(num_rows), tokens.size(1)}, tokens.scalar_type());
+  return {sent, recv_tokens, view_of_new(recv_tokens)};
 }
 
-// What a call that moves tokens takes beside handle memory: tokens, and the rows that they become, both perhaps with a sidecar.
-struct Rows {
-  Rows(const Group& group, const Tensor& tokens, int64_t num_rows)
-      : sent(view_rows("tokens", tokens, group)), recv_tokens(new_rows(group, tokens, sent, num_rows)),
-        received(view_of_new(recv_tokens)) {}
-
-  // Into a tensor of the caller's.
-  Rows(const Group& group, const Tensor& tokens, const Tensor& given)
-      : sent(view_rows("tokens", tokens, group)), recv_tokens(given),
-        received(view("recv_tokens", given, group.place, {kAnySize, sent.sizes[1]}, {tokens.scalar_type()})) {}
-
-  // Returns what becomes of the sidecar.
-  Tensor attach(const Group& group, const Tensor& sidecar) {
-    Tensor recv_sidecar = new_recv_sidecar(group, received, sidecar);
-    attach_sidecar(group, sent, sidecar, received, recv_sidecar);
-    return recv_sidecar;
-  }
-
-  epx_tensor sent;
-  Tensor recv_tokens;
-  epx_tensor received;
-};
+// Returns what becomes of the sidecar of the rows.
+Tensor attach(const Group& group, Rows& rows, const Tensor& sidecar) {
+  Tensor recv_sidecar = new_recv_sidecar(group, rows.received, sidecar);
+  attach_sidecar(group, rows.sent, sidecar, rows.received, recv_sidecar);
+  return recv_sidecar;
+}
 
 // Makes the call with these args, and returns recv_weights.
 template <typename Args, typename Function>
 Tensor move_rows(const Group& group, Function function, Args& args, const Rows& rows, const optional<Tensor>& topk_weights,
-                 int64_t pads) {
+                 int64_t pads, const epx_row_format* format) {
   epx_tensor weights = {}, row_weights = {};
   if (topk_weights)
     weights = view("topk_weights", *topk_weights, group.place, {rows.sent.sizes[0], args.layer.top_k}, kFloat);
@@ -101,6 +93,7 @@ Tensor move_rows(const Group& group, Function function, Args& args, const Rows& 
   args.tokens = &rows.sent;
   args.recv_tokens = &rows.received;
   args.pads = pads_of(pads);
+  args.format = format;
   if (topk_weights) {
     row_weights = view_of_new(recv_weights);
     args.topk_weights = &weights;
@@ -111,16 +104,16 @@ Tensor move_rows(const Group& group, Function function, Args& args, const Rows& 
 }
 
 Tensor dispatch_rows(const Group& group, const Tensor& handle_mem, const Rows& rows, const optional<Tensor>& topk_weights,
-                     int64_t top_k, int64_t alignment, int64_t pads) {
+                     int64_t top_k, int64_t alignment, int64_t pads, const epx_row_format* format = nullptr) {
   auto args = make_args<epx_dispatch_args>(group, top_k, alignment, handle_mem);
-  return move_rows(group, epx_dispatch, args, rows, topk_weights, pads);
+  return move_rows(group, epx_dispatch, args, rows, topk_weights, pads, format);
 }
 
 tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
                                const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t pads,
                                int64_t num_rows) {
   const GroupUse group(id);
-  const Rows rows(*group, tokens, num_rows);
+  const Rows rows = new_rows(*group, tokens, num_rows);
   return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads)};
 }
 
@@ -129,9 +122,23 @@ tuple<Tensor, Tensor, Tensor> dispatch_sidecar(int64_t id, const Tensor& handle_
                                                const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment,
                                                int64_t pads, int64_t num_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  Rows rows(*group, tokens, num_rows);
-  const Tensor recv_sidecar = rows.attach(*group, sidecar);
+  Rows rows = new_rows(*group, tokens, num_rows);
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads), recv_sidecar};
+}
+
+// Those with a row format. Optional results, the last three, are empty where they are not there: scales, row_scales, sidecar.
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
+dispatch_format(int64_t id, const Tensor& handle_mem, const Tensor& tokens, const optional<Tensor>& topk_weights,
+                int64_t top_k, int64_t alignment, int64_t pads, int64_t num_rows, const std::vector<int64_t>& format,
+                double amax_floor, const optional<Tensor>& scales, const optional<Tensor>& row_scales,
+                const optional<Tensor>& encode_scale, const optional<Tensor>& sidecar) {
+  const GroupUse group(id);
+  const int64_t lead[] = {require_rows(num_rows)};
+  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
+  const Tensor recv_sidecar = sidecar ? attach(*group, rows, *sidecar) : nothing(*group);
+  const Tensor recv_weights = dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads, rows.format());
+  return {rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};
 }
 
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance, and a sidecar into another one. Returns
@@ -140,7 +147,8 @@ Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
                      int64_t top_k, int64_t alignment, int64_t pads, const Tensor& recv_tokens,
                      const optional<Tensor>& sidecar, const optional<Tensor>& recv_sidecar) {
   const GroupUse group(id);
-  Rows rows(*group, tokens, recv_tokens);
+  Rows rows = {view_tokens(tokens, *group), recv_tokens,
+               view("recv_tokens", recv_tokens, group->place, {kAnySize, tokens.size(1)}, {tokens.scalar_type()})};
   if (sidecar) attach_sidecar(*group, rows.sent, *sidecar, rows.received, recv_sidecar.value());
   return dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads);
 }
@@ -148,14 +156,15 @@ Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
 // Returns what prepare does, and recv_weights.
 tuple<Tensor, Tensor, Tensor> prepare_dispatch_rows(const Group& group, const Rows& rows, const Tensor& topk_idx,
                                                     const optional<Tensor>& topk_weights, int64_t alignment,
-                                                    bool int64_counts, int64_t pads) {
+                                                    bool int64_counts, int64_t pads,
+                                                    const epx_row_format* format = nullptr) {
   const epx_tensor indices = view("topk_idx", topk_idx, group.place, {rows.sent.sizes[0], kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_dispatch_args>(group, indices.sizes[1], alignment);
   const Tensor handle_mem = new_handle_mem(group, args);
   const PlanOutputs plan(group.place, group.info, int64_counts);
   plan.point(args);
   args.topk_idx = &indices;
-  return {handle_mem, plan.results, move_rows(group, epx_prepare_dispatch, args, rows, topk_weights, pads)};
+  return {handle_mem, plan.results, move_rows(group, epx_prepare_dispatch, args, rows, topk_weights, pads, format)};
 }
 
 // Returns what prepare does and then what dispatch does.
@@ -163,7 +172,7 @@ tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor&
                                                        const optional<Tensor>& topk_weights, int64_t alignment,
                                                        bool int64_counts, int64_t pads, int64_t num_rows) {
   const GroupUse group(id);
-  const Rows rows(*group, tokens, num_rows);
+  const Rows rows = new_rows(*group, tokens, num_rows);
   const auto [handle_mem, results, recv_weights] =
       prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
   return {handle_mem, results, rows.recv_tokens, recv_weights};
@@ -173,11 +182,26 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
 prepare_dispatch_sidecar(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
                          int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  Rows rows(*group, tokens, num_rows);
-  const Tensor recv_sidecar = rows.attach(*group, sidecar);
+  Rows rows = new_rows(*group, tokens, num_rows);
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   const auto [handle_mem, results, recv_weights] =
       prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
   return {handle_mem, results, rows.recv_tokens, recv_weights, recv_sidecar};
+}
+
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+prepare_dispatch_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
+                        int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows,
+                        const std::vector<int64_t>& format, double amax_floor, const optional<Tensor>& scales,
+                        const optional<Tensor>& row_scales, const optional<Tensor>& encode_scale,
+                        const optional<Tensor>& sidecar) {
+  const GroupUse group(id);
+  const int64_t lead[] = {require_rows(num_rows)};
+  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
+  const Tensor recv_sidecar = sidecar ? attach(*group, rows, *sidecar) : nothing(*group);
+  const auto [handle_mem, results, recv_weights] =
+      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads, rows.format());
+  return {handle_mem, results, rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};
 }
 
 Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, const optional<Tensor>& recv_weights,
@@ -263,6 +287,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
   library.def(
       "prepare_dispatch(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, bool int64_counts, "
       "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "dispatch_format(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, "
+      "int alignment, int pads, SymInt num_rows, int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, "
+      "Tensor? encode_scale, Tensor? sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("prepare_dispatch_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, "
+              "bool int64_counts, int pads, SymInt num_rows, int[] format, float amax_floor, Tensor? scales, "
+              "Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
+              "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens) -> Tensor");
   library.def(
@@ -279,6 +311,8 @@ STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("prepare", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare>::call));
   library.impl("dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch>::call));
   library.impl("dispatch_sidecar", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_sidecar>::call));
+  library.impl("dispatch_format", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_format>::call));
+  library.impl("prepare_dispatch_format", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch_format>::call));
   library.impl("dispatch_into", TORCH_BOX(&epx_torch::dispatch_into));
   library.impl("prepare_dispatch", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch>::call));
   library.impl("prepare_dispatch_sidecar", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::prepare_dispatch_sidecar>::call));

@@ -2,10 +2,12 @@
 // The rank-major operations as operators of PyTorch. They are functional, but for the one that writes into a tensor of the
 // caller's.
 #include <tuple>
+#include <vector>
 
 #include <torch/csrc/stable/ops.h>
 
 #include "calls.h"
+#include "row_format.h"
 #include "row_major.h"
 
 namespace epx_torch {
@@ -22,7 +24,8 @@ epx_tensor view_ranks(const char* name, const Tensor& rows, const Group& group) 
 
 // Returns handle_mem, recv_topk_idx, recv_weights and counts.
 tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_tensor& sent, const Tensor& topk_idx,
-                                                  const optional<Tensor>& topk_weights, const epx_tensor& recv_tokens) {
+                                                  const optional<Tensor>& topk_weights, const epx_tensor& recv_tokens,
+                                                  const epx_row_format* format = nullptr) {
   const Place& place = group.place;
   const epx_tensor indices = view("topk_idx", topk_idx, place, {sent.sizes[0], kAnySize}, kIndexDtypes);
   const int64_t top_k = indices.sizes[1], num_ranks = group.info.num_ranks, max_rows = recv_tokens.sizes[1];
@@ -42,6 +45,7 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_
   args.recv_tokens = &recv_tokens;
   args.recv_topk_idx = &row_indices;
   args.counts = &counts;
+  args.format = format;
   if (topk_weights) {
     row_weights = view_of_new(recv_weights);
     args.topk_weights = &weights;
@@ -51,17 +55,24 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_
   return outputs;
 }
 
-Tensor new_rows(const Group& group, const Tensor& tokens, const epx_tensor& sent, int64_t max_rows) {
+int64_t require_rows(int64_t max_rows) {
   if (max_rows < 0) refuse("max_rows is ", max_rows, "; it must be at least 0");
-  return new_tensor(group.place, {group.info.num_ranks, max_rows, sent.sizes[1]}, tokens.scalar_type());
+  return max_rows;
+}
+
+Rows new_rows(const Group& group, const Tensor& tokens, int64_t max_rows) {
+  const epx_tensor sent = view_tokens(tokens, group);
+  const Tensor recv_tokens =
+      new_tensor(group.place, {group.info.num_ranks, require_rows(max_rows), tokens.size(1)}, tokens.scalar_type());
+  return {sent, recv_tokens, view_of_new(recv_tokens)};
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                                   const optional<Tensor>& topk_weights, int64_t max_rows) {
   const GroupUse group(id);
-  const epx_tensor sent = view_rows("tokens", tokens, *group);
-  const Tensor rows = new_rows(*group, tokens, sent, max_rows);
-  return std::tuple_cat(std::make_tuple(rows), dispatch_to(*group, sent, topk_idx, topk_weights, view_of_new(rows)));
+  const Rows rows = new_rows(*group, tokens, max_rows);
+  return std::tuple_cat(std::make_tuple(rows.recv_tokens),
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received));
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_sidecar(int64_t id, const Tensor& tokens,
@@ -69,13 +80,31 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_sideca
                                                                                   const optional<Tensor>& topk_weights,
                                                                                   int64_t max_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  epx_tensor sent = view_rows("tokens", tokens, *group);
-  const Tensor rows = new_rows(*group, tokens, sent, max_rows);
-  epx_tensor received = view_of_new(rows);
-  const Tensor recv_sidecar = new_recv_sidecar(*group, received, sidecar);
-  attach_sidecar(*group, sent, sidecar, received, recv_sidecar);
-  return std::tuple_cat(std::make_tuple(rows), dispatch_to(*group, sent, topk_idx, topk_weights, received),
+  Rows rows = new_rows(*group, tokens, max_rows);
+  const Tensor recv_sidecar = new_recv_sidecar(*group, rows.received, sidecar);
+  attach_sidecar(*group, rows.sent, sidecar, rows.received, recv_sidecar);
+  return std::tuple_cat(std::make_tuple(rows.recv_tokens),
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received),
                         std::make_tuple(recv_sidecar));
+}
+
+// With a row format. Optional results, the last three, are empty where they are not there: scales, row_scales, sidecar.
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+dispatch_rank_major_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
+                           int64_t max_rows, const std::vector<int64_t>& format, double amax_floor,
+                           const optional<Tensor>& scales, const optional<Tensor>& row_scales,
+                           const optional<Tensor>& encode_scale, const optional<Tensor>& sidecar) {
+  const GroupUse group(id);
+  const int64_t lead[] = {group->info.num_ranks, require_rows(max_rows)};
+  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
+  Tensor recv_sidecar = nothing(*group);
+  if (sidecar) {
+    recv_sidecar = new_recv_sidecar(*group, rows.received, *sidecar);
+    attach_sidecar(*group, rows.sent, *sidecar, rows.received, recv_sidecar);
+  }
+  return std::tuple_cat(std::make_tuple(rows.recv_tokens),
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received, rows.format()),
+                        std::make_tuple(rows.recv_scales, rows.recv_row_scales, recv_sidecar));
 }
 
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance, and a sidecar into another one.
@@ -84,8 +113,8 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_into(int64_t id, const
                                                                const Tensor& recv_tokens, const optional<Tensor>& sidecar,
                                                                const optional<Tensor>& recv_sidecar) {
   const GroupUse group(id);
-  epx_tensor sent = view_rows("tokens", tokens, *group);
-  epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {group->info.num_ranks, kAnySize, sent.sizes[1]},
+  epx_tensor sent = view_tokens(tokens, *group);
+  epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {group->info.num_ranks, kAnySize, tokens.size(1)},
                          {tokens.scalar_type()});
   if (sidecar) attach_sidecar(*group, sent, *sidecar, rows, recv_sidecar.value());
   return dispatch_to(*group, sent, topk_idx, topk_weights, rows);
@@ -152,6 +181,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
       "dispatch_rank_major_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows, "
       "Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
+      "dispatch_rank_major_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows, "
+      "int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
       "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens) -> Tensor");
   library.def(
       "combine_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_out, int top_k, SymInt max_rows) -> Tensor");
@@ -163,6 +196,7 @@ STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {
   library.impl("dispatch_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major>::call));
   library.impl("dispatch_rank_major_sidecar",
                TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major_sidecar>::call));
+  library.impl("dispatch_rank_major_format", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::dispatch_rank_major_format>::call));
   library.impl("dispatch_rank_major_into", TORCH_BOX(&epx_torch::dispatch_rank_major_into));
   library.impl("combine_rank_major", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major>::call));
   library.impl("combine_rank_major_bwd", TORCH_BOX(&epx_torch::RowMajor<&epx_torch::combine_rank_major_bwd>::call));

@@ -22,13 +22,17 @@ struct Dtype {
   const char* name;
 };
 
-constexpr std::array<Dtype, 7> kDtypes = {{{ScalarType::Float, EPX_FLOAT32, "float32"},
-                                           {ScalarType::Half, EPX_FLOAT16, "float16"},
-                                           {ScalarType::BFloat16, EPX_BFLOAT16, "bfloat16"},
-                                           {ScalarType::Int, EPX_INT32, "int32"},
-                                           {ScalarType::Long, EPX_INT64, "int64"},
-                                           {ScalarType::Double, EPX_FLOAT64, "float64"},
-                                           {ScalarType::Byte, EPX_UINT8, "uint8"}}};
+constexpr std::array<Dtype, 11> kDtypes = {{{ScalarType::Float, EPX_FLOAT32, "float32"},
+                                            {ScalarType::Half, EPX_FLOAT16, "float16"},
+                                            {ScalarType::BFloat16, EPX_BFLOAT16, "bfloat16"},
+                                            {ScalarType::Int, EPX_INT32, "int32"},
+                                            {ScalarType::Long, EPX_INT64, "int64"},
+                                            {ScalarType::Double, EPX_FLOAT64, "float64"},
+                                            {ScalarType::Byte, EPX_UINT8, "uint8"},
+                                            {ScalarType::Float8_e4m3fn, EPX_FLOAT8_E4M3, "float8_e4m3fn"},
+                                            {ScalarType::Float8_e5m2, EPX_FLOAT8_E5M2, "float8_e5m2"},
+                                            {ScalarType::Float4_e2m1fn_x2, EPX_FLOAT4_E2M1, "float4_e2m1fn_x2"},
+                                            {ScalarType::Float8_e8m0fnu, EPX_FLOAT8_E8M0, "float8_e8m0fnu"}}};
 
 const Dtype* find_dtype(ScalarType type) {
   const auto found = std::ranges::find(kDtypes, type, &Dtype::type);
@@ -61,16 +65,27 @@ void refuse_place(const char* name, const Tensor& tensor, const Place& place) {
   refuse(name, " is on ", is, "; the tensors of this group are on ", place_name(place));
 }
 
-Tensor make_tensor(int32_t device_type, int32_t device_index, std::initializer_list<int64_t> shape, ScalarType dtype) {
+// PyTorch counts bytes of float4_e2m1fn_x2, and the C API elements, of which a byte has two.
+epx_tensor make_view(void* data, epx_dtype dtype, std::span<const int64_t> sizes) {
+  epx_tensor result = {};
+  result.data = data;
+  result.dtype = dtype;
+  result.ndim = static_cast<int32_t>(sizes.size());
+  std::ranges::copy(sizes, result.sizes);
+  if (dtype == EPX_FLOAT4_E2M1) result.sizes[sizes.size() - 1] *= 2;
+  return result;
+}
+
+Tensor make_tensor(int32_t device_type, int32_t device_index, std::span<const int64_t> shape, ScalarType dtype) {
   std::array<int64_t, kMaxDims> strides = {};
   int64_t stride = 1;
   for (size_t dim = shape.size(); dim-- > 0;) {
     strides[dim] = stride;
-    stride *= std::max<int64_t>(shape.begin()[dim], 1);
+    stride *= std::max<int64_t>(shape[dim], 1);
   }
   AtenTensorHandle handle = nullptr;
   const auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.begin(), strides.data(), type, device_type,
+  if (aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), type, device_type,
                                device_index, &handle) != AOTI_TORCH_SUCCESS)
     fail(EPX_ERROR_OUT_OF_MEMORY, "PyTorch could not allocate a tensor of " + std::string(find_dtype(dtype)->name) + " " +
                                       in_brackets(shape) + ", which the call returns");
@@ -95,40 +110,36 @@ epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std:
   if (!tensor.is_contiguous())
     refuse(name, " has strides ", in_brackets(tensor.strides()), " at shape ", in_brackets(sizes),
            ": it must be contiguous in row-major order");
-  epx_tensor result = {};
-  result.data = tensor.data_ptr();
-  result.dtype = dtype->code;
-  result.ndim = static_cast<int32_t>(sizes.size());
-  std::ranges::copy(sizes, result.sizes);
-  return result;
+  return make_view(tensor.data_ptr(), dtype->code, {sizes.data(), sizes.size()});
+}
+
+ScalarType scalar_type(const char* name, epx_dtype dtype) {
+  const auto found = std::ranges::find(kDtypes, dtype, &Dtype::code);
+  if (found == kDtypes.end()) refuse(name, " has dtype ", static_cast<int>(dtype), ", which is none of epx.h");
+  return found->type;
 }
 
 Tensor new_tensor(const Place& place, std::initializer_list<int64_t> shape, ScalarType dtype) {
+  return new_tensor(place, std::span(shape.begin(), shape.size()), dtype);
+}
+
+Tensor new_tensor(const Place& place, std::span<const int64_t> shape, ScalarType dtype) {
   return place.is_cuda ? make_tensor(aoti_torch_device_type_cuda(), place.device_index, shape, dtype)
-                       : new_host_tensor(shape, dtype);
+                       : make_tensor(aoti_torch_device_type_cpu(), 0, shape, dtype);
 }
 
 Tensor new_host_tensor(std::initializer_list<int64_t> shape, ScalarType dtype) {
-  return make_tensor(aoti_torch_device_type_cpu(), 0, shape, dtype);
+  return make_tensor(aoti_torch_device_type_cpu(), 0, {shape.begin(), shape.size()}, dtype);
 }
 
 epx_tensor view_of_new(const Tensor& tensor) {
-  epx_tensor result = {};
   const auto sizes = tensor.sizes();
-  result.data = tensor.data_ptr();
-  result.dtype = find_dtype(tensor.scalar_type())->code;
-  result.ndim = static_cast<int32_t>(sizes.size());
-  std::ranges::copy(sizes, result.sizes);
-  return result;
+  return make_view(tensor.data_ptr(), find_dtype(tensor.scalar_type())->code, {sizes.data(), sizes.size()});
 }
 
 epx_tensor view_of_part(const Tensor& tensor, int64_t first_byte, std::initializer_list<int64_t> shape, ScalarType dtype) {
-  epx_tensor result = {};
-  result.data = static_cast<char*>(tensor.data_ptr()) + first_byte;
-  result.dtype = find_dtype(dtype)->code;
-  result.ndim = static_cast<int32_t>(shape.size());
-  std::ranges::copy(shape, result.sizes);
-  return result;
+  return make_view(static_cast<char*>(tensor.data_ptr()) + first_byte, find_dtype(dtype)->code,
+                   {shape.begin(), shape.size()});
 }
 
 epx_stream current_stream(const Place& place) {

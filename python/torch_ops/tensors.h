@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <span>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -24,8 +25,12 @@ inline constexpr int64_t kAnySize = -1;
 epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
                 std::initializer_list<ScalarType> dtypes);
 
+// PyTorch's dtype. Refuses one that it does not have.
+ScalarType scalar_type(const char* name, epx_dtype dtype);
+
 // An uninitialised contiguous tensor in the group's memory.
 Tensor new_tensor(const Place& place, std::initializer_list<int64_t> shape, ScalarType dtype);
+Tensor new_tensor(const Place& place, std::span<const int64_t> shape, ScalarType dtype);
 // Likewise on the host.
 Tensor new_host_tensor(std::initializer_list<int64_t> shape, ScalarType dtype);
 

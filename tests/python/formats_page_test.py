@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python snippets of docs/row-formats.md run as they stand, and give the rows of the definitions. formats_page_test.py PAGE
-numpy"""
+numpy|torch"""
 
 import re
 import sys
@@ -10,6 +10,7 @@ import ranks
 ranks.require("numpy")
 import numpy
 
+TOKENS = numpy.random.default_rng(1).standard_normal((4, 256)).astype(numpy.float32)
 CONFIG = dict(num_experts=4, max_tokens_per_rank=4, hidden_dim=256, max_top_k=1, max_token_dtype="float32")
 
 
@@ -20,20 +21,48 @@ def run_numpy(program):
 
     import epx
 
-    tokens = numpy.random.default_rng(1).standard_normal((4, 256)).astype(numpy.float32)
     with epx.Group(epx.bootstrap.local(), transport="host", **CONFIG) as group:
         plan = group.prepare(numpy.arange(4)[:, None])
-        codes, scales = format_model.parts_of(epx.RowFormat("block128"), tokens)
-        names = dict(epx=epx, group=group, plan=plan, tokens=tokens, topk_weights=numpy.ones((4, 1), numpy.float32))
+        codes, scales = format_model.parts_of(epx.RowFormat("block128"), TOKENS)
+        names = dict(epx=epx, group=group, plan=plan, tokens=TOKENS, topk_weights=numpy.ones((4, 1), numpy.float32))
         names.update(tokens_fp8=codes.view(ml_dtypes.float8_e4m3fn), token_scales=scales)
         exec(program, names)
         for received in ((names["rows"], names["scales"]), names["again"]):
             numpy.testing.assert_array_equal(received[0].view(numpy.uint8), codes)
             numpy.testing.assert_array_equal(received[1], scales)
-        numpy.testing.assert_array_equal(names["wide"], format_model.round_trip(names["on_wire"], tokens))
+        numpy.testing.assert_array_equal(names["wide"], format_model.round_trip(names["on_wire"], TOKENS))
+        group.check()
+
+
+def run_torch(program):
+    ranks.require("torch", installer="install_torch_test_packages")
+    import format_model
+    import torch
+
+    import epx.torch
+
+    class Experts(torch.autograd.Function):  # which are the identity, of dequantised rows
+        @staticmethod
+        def forward(ctx, rows, scales, wide):
+            return rows.float() * scales.repeat_interleave(128, 1)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, None, 3 * grad
+
+    tokens = torch.tensor(TOKENS, requires_grad=True)
+    with epx.torch.Group(epx.bootstrap.local(), device="cpu", **CONFIG) as group:
+        plan = epx.torch.prepare(group, torch.arange(4)[:, None])
+        names = dict(epx=epx, plan=plan, tokens=tokens, topk_weights=torch.ones(4, 1), Experts=Experts)
+        exec(program, names)
+        for name, key, factor in (("out", "block128", 3), ("rows", "on_wire", 1)):
+            wanted = format_model.round_trip(names[key], TOKENS)
+            torch.testing.assert_close(names[name].detach(), torch.tensor(wanted), rtol=0, atol=0)
+            (grad,) = torch.autograd.grad(names[name].sum(), [tokens])
+            torch.testing.assert_close(grad, torch.full_like(grad, factor), rtol=0, atol=0)
         group.check()
 
 
 with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
-run_numpy(programs[0])
+{"numpy": lambda: run_numpy(programs[0]), "torch": lambda: run_torch(programs[1])}[sys.argv[2]]()

@@ -65,6 +65,7 @@ def keep_in_order(name):
     torch.library.register_vmap(f"epx::{name}", _refuse_vmap(name))
 
 
-_WITH_SIDECARS = [f"{name}_sidecar" for name in ("dispatch", "prepare_dispatch", "dispatch_rank_major")]
-for _name in (*CALLS, *_WITH_SIDECARS, "block_fwd", "block_bwd"):
+_DISPATCHES = "dispatch", "prepare_dispatch", "dispatch_rank_major"
+_VARIANTS = [f"{name}_{variant}" for name in _DISPATCHES for variant in ("sidecar", "format")]
+for _name in (*CALLS, *_VARIANTS, "block_fwd", "block_bwd"):
     keep_in_order(_name)

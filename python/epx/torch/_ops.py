@@ -11,15 +11,18 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
+from .._formats import RowFormat
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
+from ._formats import fake_format, grads_of_rows, mark, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
-from ._sidecars import as_bytes, new_sidecar, received
+from ._sidecars import new_sidecar
 
 _prepare_dispatch, _prepare_dispatch_sidecar = ops.prepare_dispatch.default, ops.prepare_dispatch_sidecar.default
-_dispatch_sidecar = ops.dispatch_sidecar.default
+_dispatch_sidecar, _dispatch_format = ops.dispatch_sidecar.default, ops.dispatch_format.default
+_prepare_dispatch_format = ops.prepare_dispatch_format.default
 _prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
 _WEIGHTS_INPUT = 4  # topk_weights among the arguments of the functions that dispatch
@@ -108,6 +111,23 @@ def _fake_dispatch(group, handle_mem, tokens, topk_weights, top_k, alignment, pa
     return _fake_rows(tokens, topk_weights, num_rows, *sidecar)
 
 
+@torch.library.register_fake("epx::dispatch_format")
+def _fake_dispatch_format(
+    group, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows, codes, amax_floor, *scales_and_sidecar
+):
+    weights = new_tensor(tokens, 0 if topk_weights is None else num_rows, dtype=torch.float32)
+    return fake_format(tokens, (num_rows,), codes, [weights], scales_and_sidecar[-1])
+
+
+@torch.library.register_fake("epx::prepare_dispatch_format")
+def _(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows, codes, amax_floor, *scales_and_sidecar):
+    layer = topk_idx.shape[1], alignment, pads
+    rows = _fake_dispatch_format(
+        group, None, tokens, topk_weights, *layer, num_rows, codes, amax_floor, *scales_and_sidecar
+    )
+    return *_fake_plan(group, topk_idx, alignment, int64_counts), *rows
+
+
 torch.library.register_fake("epx::prepare_dispatch", _fake_prepare_dispatch)
 torch.library.register_fake("epx::prepare_dispatch_sidecar", _fake_prepare_dispatch)
 torch.library.register_fake("epx::dispatch", _fake_dispatch)
@@ -138,18 +158,18 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tok
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
+    def forward(ctx, more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
         ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(handle_mem)
-        outputs = _run_dispatch(sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
-        if sidecar is not None:
-            ctx.mark_non_differentiable(outputs[2])
+        outputs = _run_dispatch(more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
+        mark(ctx, more, outputs, 0, 1)
         return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_recv, grad_recv_weights, *_):
-        return None, None, None, *_dispatch_backward(ctx, grad_recv, grad_recv_weights), *4 * [None]
+    def backward(ctx, *grads):
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 0, 1))
+        return None, None, None, grad_tokens if ctx.has_rows_gradient else None, grad_weights, *4 * [None]
 
 
 class _DispatchInto(torch.autograd.Function):
@@ -173,32 +193,40 @@ class _DispatchInto(torch.autograd.Function):
 
 class _PrepareDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
+    def forward(ctx, more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
         outputs = _run_prepare_dispatch(
-            sidecar, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
+            more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
-        ctx.mark_non_differentiable(*outputs[:2], *outputs[4:])
+        mark(ctx, more, outputs, 2, 3)
         return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, _handle_mem, _results, grad_recv, grad_recv_weights, *_):
-        grad_tokens, grad_weights = _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-        return None, None, grad_tokens, None, grad_weights, *4 * [None]
+    def backward(ctx, *grads):
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 2, 3))
+        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, *4 * [None]
 
 
-def _run_dispatch(sidecar, number, *args):
-    if sidecar is None:
-        return call(number, _dispatch, number, *args)
-    return call(number, _dispatch_sidecar, number, *args, sidecar)
+def _run_dispatch(more, number, handle_mem, tokens, *args):
+    if more is None:
+        return call(number, _dispatch, number, handle_mem, tokens, *args)
+
+    def run(op, *args):
+        return call(number, op, number, handle_mem, tokens, *args)
+
+    return more.outputs(more.call(run, _dispatch_sidecar, _dispatch_format, *args), tokens, 0)
 
 
-def _run_prepare_dispatch(sidecar, number, *args):
-    if sidecar is None:
-        return call(number, _prepare_dispatch, number, *args)
-    return call(number, _prepare_dispatch_sidecar, number, *args, sidecar)
+def _run_prepare_dispatch(more, number, tokens, *args):
+    if more is None:
+        return call(number, _prepare_dispatch, number, tokens, *args)
+
+    def run(op, *args):
+        return call(number, op, number, tokens, *args)
+
+    return more.outputs(more.call(run, _prepare_dispatch_sidecar, _prepare_dispatch_format, *args), tokens, 2)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -316,28 +344,31 @@ def prepare_dispatch(
     num_rows: int | None = None,
     pads: str = "zero",
     sidecar: torch.Tensor | None = None,
+    format: RowFormat | None = None,
+    with_wide: bool = False,
 ) -> tuple:
     """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
     backward; all ranks make this call, or all make the two others.
 
-    tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64.  topk_weights: [T, K] float32, or None on all
+    tokens: [T, H], or a tuple with a format.  topk_idx: [T, K] int32 or int64.  topk_weights: [T, K] float32, or None on all
     ranks.  num_rows: N, which is chosen before plan.num_rows is known; default: R, group.max_recv_tokens_per_rank, which always
     suffices.  The other options are those of the two.
-    Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] too.
+    Returns (plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] too, and with
+    with_wide, last, the tensor that stands for the rows.
     """
     require_kind("group", group, Group)
     number, int64_counts = group.number, _is_int64(counts_dtype)
     if num_rows is None:
         num_rows = group.max_recv_tokens_per_rank
-    require_usable(group, "tokens", tokens)
+    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
     require_usable(group, "topk_idx", topk_idx)
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
     args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
     run = _PrepareDispatch.apply if _records(tokens, topk_weights) else _run_prepare_dispatch
-    handle_mem, results, *rows = run(as_bytes(group, sidecar, tokens), *args)
+    handle_mem, results, *rows = run(more, *args)
     plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], handle_mem, results)
-    return plan, *received(rows, topk_weights, sidecar)
+    return plan, *received(rows, topk_weights, sidecar, more)
 
 
 def dispatch(
@@ -349,30 +380,41 @@ def dispatch(
     recv_tokens: torch.Tensor | None = None,
     pads: str = "zero",
     sidecar: torch.Tensor | None = None,
+    format: RowFormat | None = None,
+    with_wide: bool = False,
 ) -> tuple:
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
-    tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
+    tokens: [T, H] float32, float16 or bfloat16; or of few bits, which are copied.  topk_weights: [T, K] float32, or None on all
+    ranks.
     num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does
     not depend on the routing, group.max_recv_tokens_per_rank at most.
     recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; it requires no
     gradient, which the tensor that is returned has in its stead. Not under torch.compile.  pads: "zero", or "untouched": pads
     inside zones hold whatever memory held.  sidecar: [T, S] of any dtype, block scales for instance, with the same bytes of a row
     on all ranks, at most group.max_sidecar_bytes; or None on all ranks. It has no gradient.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too. Rows
-    behind plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns, whose pads
+    format: an epx.RowFormat, or None on all ranks. With one the rows travel in 8 or 4 bits; tokens, recv_tokens or both are
+    tuples (rows, scales), with NV (rows, scales, row_scales), as it says. Rows are float8_e4m3fn, float8_e5m2, or
+    float4_e2m1fn_x2 [..., H / 2]. recv_tokens is then always a new one. Rows that come quantised have no gradient, and that of
+    wide rows is the one that dispatch has without a format.  with_wide: where wide rows arrive quantised, also returns a tensor
+    [N, H] of tokens' dtype that stands for the rows: give it to the autograd.Function that computes with them, which returns
+    their gradient for it. It has no memory of its own, and its elements are 0.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too, and
+    with with_wide, last, the tensor that stands for the rows. Rows behind plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns, whose pads
     are zero.
     """
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
-    require_usable(group, "tokens", tokens)
+    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
     args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
-    bytes_ = None if sidecar is None else as_bytes(group, sidecar, tokens)
     if recv_tokens is not None:
+        bytes_ = None if more is None else more.sidecar
+        if format is not None:
+            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
         require_one_size("num_rows", num_rows, recv_tokens, "N")
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
@@ -387,8 +429,8 @@ def dispatch(
             if torch.compiler.is_compiling():
                 refuse("dispatch needs num_rows under torch.compile: group.max_recv_tokens_per_rank, or a bound that suffices")
             num_rows = plan.num_rows
-        rows = (_Dispatch.apply if records else _run_dispatch)(bytes_, *args, num_rows)
-    return received(rows, topk_weights, sidecar)
+        rows = (_Dispatch.apply if records else _run_dispatch)(more, *args, num_rows)
+    return received(rows, topk_weights, sidecar, more)
 
 
 def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,15 +9,18 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
+from .._formats import RowFormat
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
+from ._formats import fake_format, grads_of_rows, mark, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
-from ._sidecars import as_bytes, new_sidecar, received
+from ._sidecars import new_sidecar
 
 _dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
 _dispatch_sidecar, _dispatch_into = ops.dispatch_rank_major_sidecar.default, ops.dispatch_rank_major_into.default
+_dispatch_format = ops.dispatch_rank_major_format.default
 _dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_rank_major_bwd.default
 
 
@@ -65,6 +68,12 @@ torch.library.register_fake("epx::dispatch_rank_major", _fake_dispatch)
 torch.library.register_fake("epx::dispatch_rank_major_sidecar", _fake_dispatch)
 
 
+@torch.library.register_fake("epx::dispatch_rank_major_format")
+def _(group, tokens, topk_idx, topk_weights, max_rows, codes, amax_floor, *scales_and_sidecar):
+    plan = _fake_plan(group, tokens, topk_idx, topk_weights, max_rows)
+    return fake_format(tokens, (groups[group].num_ranks, max_rows), codes, plan, scales_and_sidecar[-1])
+
+
 @torch.library.register_fake("epx::dispatch_rank_major_into")
 def _(group, tokens, topk_idx, topk_weights, recv_tokens, sidecar, recv_sidecar):
     return _fake_plan(group, tokens, topk_idx, topk_weights, recv_tokens.shape[1])
@@ -88,15 +97,17 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, max_rows):
-        outputs = _run_dispatch(sidecar, number, tokens, topk_idx, topk_weights, max_rows)
-        _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+    def forward(ctx, more, number, tokens, topk_idx, topk_weights, max_rows):
+        outputs = _run_dispatch(more, number, tokens, topk_idx, topk_weights, max_rows)
+        _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs)
+        mark(ctx, more, outputs, 0, 3)
         return outputs
 
     @staticmethod
     @differentiable_once
-    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
-        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+    def backward(ctx, *grads):
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 0, 3))
+        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, None
 
 
 class _DispatchInto(torch.autograd.Function):
@@ -104,19 +115,26 @@ class _DispatchInto(torch.autograd.Function):
     def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, recv_tokens):
         ctx.mark_dirty(recv_tokens)
         outputs = _run_dispatch_into(sidecar, number, tokens, topk_idx, topk_weights, recv_tokens)
-        _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs)
+        _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs)
+        _, handle_mem, row_idx, _, counts, *recv_sidecar = outputs
+        ctx.mark_non_differentiable(handle_mem, row_idx, counts, *recv_sidecar)
         return outputs
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
-        return _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+        grad_tokens, grad_weights = _dispatch_backward(ctx, grad_recv, grad_recv_weights)
+        return None, None, grad_tokens, None, grad_weights, None
 
 
-def _run_dispatch(sidecar, number, *args):
-    if sidecar is None:
-        return call(number, _dispatch, number, *args)
-    return call(number, _dispatch_sidecar, number, *args, sidecar)
+def _run_dispatch(more, number, tokens, *args):
+    if more is None:
+        return call(number, _dispatch, number, tokens, *args)
+
+    def run(op, *args):
+        return call(number, op, number, tokens, *args)
+
+    return more.outputs(more.call(run, _dispatch_sidecar, _dispatch_format, *args), tokens, 0)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -127,11 +145,9 @@ def _run_dispatch_into(sidecar, number, *args):
     return outputs if sidecar is None else (*outputs, recv_sidecar)
 
 
-def _save_dispatch(ctx, number, tokens, topk_idx, topk_weights, outputs):
-    _, handle_mem, row_idx, _, counts, *recv_sidecar = outputs
+def _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs):
     ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
-    ctx.save_for_backward(handle_mem)
-    ctx.mark_non_differentiable(handle_mem, row_idx, counts, *recv_sidecar)
+    ctx.save_for_backward(outputs[1])
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -143,7 +159,7 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     grad_tokens, grad_weights = call(
         number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
     )
-    return None, None, grad_tokens, None, None if row_weights is None else grad_weights, None
+    return grad_tokens, None if row_weights is None else grad_weights
 
 
 class _Combine(torch.autograd.Function):
@@ -172,6 +188,8 @@ def dispatch_rank_major(
     max_rows: int | None = None,
     recv_tokens: torch.Tensor | None = None,
     sidecar: torch.Tensor | None = None,
+    format: RowFormat | None = None,
+    with_wide: bool = False,
 ) -> tuple:
     """Brings each token once to each rank that owns an expert of it. Collective, and so is its backward.
 
@@ -179,25 +197,28 @@ def dispatch_rank_major(
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
     group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
     instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
-    returned has in its stead. Not under torch.compile.  sidecar: [T, S], as in dispatch().
-    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too.
+    returned has in its stead. Not under torch.compile.  sidecar, format, with_wide: as in dispatch(), without scales in tiles.
+    Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too, and
+    with with_wide, last, the tensor [P, M, H] that stands for the rows. Scales by rows are [P, M, S], and row_scales [P, M].
     Weights are 0 where plan.topk_idx is -1. Rows at or beyond plan.counts[r] of recv_tokens and recv_sidecar hold whatever memory
     held, and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
     torch.where and plan.is_row for instance.
     """
     require_kind("group", group, Group)
     number = group.number
-    require_usable(group, "tokens", tokens)
+    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
     require_usable(group, "topk_idx", topk_idx)
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
     records = _records(tokens, topk_weights)
     args = number, tokens, topk_idx, topk_weights
-    bytes_ = as_bytes(group, sidecar, tokens)
     if recv_tokens is None:
         run = _Dispatch.apply if records else _run_dispatch
-        outputs = run(bytes_, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
+        outputs = run(more, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
     else:
+        bytes_ = None if more is None else more.sidecar
+        if format is not None:
+            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
         if torch.compiler.is_compiling():
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         require_one_size("max_rows", max_rows, recv_tokens, "M")
@@ -207,9 +228,9 @@ def dispatch_rank_major(
         else:
             outputs = _run_dispatch_into(bytes_, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
-    rows, handle_mem, row_idx, weights, counts, *recv_sidecar = outputs
+    rows, handle_mem, row_idx, weights, counts, *rest = outputs
     plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
-    return plan, *received((rows, weights, *recv_sidecar), topk_weights, sidecar)
+    return plan, *received((rows, weights, *rest), topk_weights, sidecar, more)
 
 
 def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.Tensor:

@@ -20,12 +20,3 @@ def as_bytes(group, sidecar, tokens):
 def new_sidecar(recv_tokens, sidecar):
     """Memory for the sidecar of rows [..., H]; None for none."""
     return None if sidecar is None else sidecar.new_empty(*recv_tokens.shape[:-1], sidecar.shape[1])
-
-
-def received(results, topk_weights, sidecar):
-    """What a dispatch returns to its caller, of (recv_tokens, recv_weights) and the bytes of recv_sidecar where there is one."""
-    if sidecar is None:
-        rows, weights = results
-        return rows, None if topk_weights is None else weights
-    rows, weights, recv_sidecar = results
-    return rows, None if topk_weights is None else weights, recv_sidecar.view(sidecar.dtype)

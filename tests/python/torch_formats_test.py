@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Row formats of epx.torch: the three ways through each call that dispatches, against the definitions of tests/formats;
+gradients, also under torch.compile; refusals. On GPUs with EPX_TEST_DEVICE=cuda, see ranks.py."""
+
+import dataclasses
+import unittest
+
+import ranks
+
+ranks.require("numpy", "torch", installer="install_torch_test_packages")
+import format_model
+import numpy
+import reference
+import torch
+import torch_model
+from format_model import HIDDEN
+from torch_model import DEVICE, EXPERTS, RANK, RANKS, Graphs, compiled, count_calls, gradients, on_device
+
+import epx
+import epx.torch
+
+NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 4 + 3 * rank for rank in range(RANKS)]
+MAX_ROWS = 16
+DTYPES = torch.float32, torch.float16, torch.bfloat16
+ELEMENTS = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "float4_e2m1fn": torch.float4_e2m1fn_x2,
+}
+SCALES = {"float32": torch.float32, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e8m0fnu": torch.float8_e8m0fnu}
+
+
+def make_group(**changes):
+    return torch_model.make_group(**{"hidden_dim": HIDDEN, "max_alignment": 128, "max_tokens_per_rank": MAX_ROWS, **changes})
+
+
+def formats(**options):
+    """The formats with their encode_scale as a tensor."""
+    made = format_model.formats(**options)
+    return [
+        each if each.encode_scale is None else dataclasses.replace(each, encode_scale=on_device(torch.tensor(each.encode_scale)))
+        for each in made
+    ]
+
+
+def as_numpy(tensor):
+    """float32 and int32 as they are, others as bytes."""
+    tensor = tensor.detach().cpu()
+    return (tensor if tensor.dtype in (torch.float32, torch.int32) else tensor.view(torch.uint8)).numpy()
+
+
+def in_numpy(row_format):
+    """A format whose encode_scale the definitions take."""
+    scale = row_format.encode_scale
+    return row_format if scale is None else dataclasses.replace(row_format, encode_scale=as_numpy(scale))
+
+
+class Data:
+    """topk_idx, weights and tokens of each rank, in numpy; `own` are this rank's, on the device."""
+
+    def __init__(self, dtype, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        self.idx, self.tokens, self.weights = [], [], []
+        for count in NUM_TOKENS:
+            idx = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, :2]
+            self.idx.append(torch.where(torch.rand(idx.shape, generator=generator) < 0.2, -1, idx).numpy())
+            exponents = torch.randint(-6, 6, (count, HIDDEN // 16), generator=generator).repeat_interleave(16, 1)
+            tokens = (torch.randn(count, HIDDEN, generator=generator) * torch.exp2(exponents.float())).to(dtype)
+            self.tokens.append(tokens.float().numpy())
+            self.weights.append(torch.rand(count, 2, generator=generator).numpy())
+            if len(self.idx) - 1 == RANK:
+                self.own = on_device(torch.tensor(self.idx[RANK])), on_device(tokens), on_device(torch.tensor(self.weights[RANK]))
+
+    def parts(self, row_format):
+        """By part, and then by rank."""
+        return list(zip(*[format_model.parts_of(in_numpy(row_format), tokens) for tokens in self.tokens]))
+
+
+def quantised_by_caller(row_format, parts):
+    dtypes = ELEMENTS[row_format.dtype], SCALES[row_format.scale_dtype], torch.float32
+    tensors = [torch.from_numpy(part) for part in parts]
+    return tuple(
+        on_device(tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor) for tensor, dtype in zip(tensors, dtypes)
+    )
+
+
+def calls(group, idx, weights, alignment=1):
+    """Each call, as a function that returns a plan, which rows the plan has, and what arrives. The last is the rank-major one."""
+
+    def dispatch(tokens, **options):
+        plan = epx.torch.prepare(group, idx, alignment=alignment)
+        return plan, *epx.torch.dispatch(plan, tokens, weights, num_rows=group.max_recv_tokens_per_rank, **options)
+
+    def prepare_dispatch(tokens, **options):
+        return epx.torch.prepare_dispatch(group, tokens, idx, weights, alignment=alignment, **options)
+
+    def rank_major(tokens, **options):
+        return epx.torch.dispatch_rank_major(group, tokens, idx, weights, **options)
+
+    return dispatch, prepare_dispatch, *([rank_major] if ranks.num_nodes() == 1 else [])
+
+
+def in_use(plan):
+    """The places of rows that hold a token or are pads, among N or P * M."""
+    if isinstance(plan, epx.torch.RankMajorPlan):
+        return numpy.flatnonzero(plan.is_row.cpu().numpy())
+    return numpy.arange(plan.num_rows)
+
+
+def wanted_rows(plan, data, arrays, alignment=1):
+    """Those of in_use() that should have arrived; `arrays` of each rank."""
+    if isinstance(plan, epx.torch.RankMajorPlan):
+        rows = reference.RankMajorExchange(data.idx, EXPERTS, MAX_ROWS).scatter(arrays)[RANK]
+        return rows.reshape(RANKS * MAX_ROWS, *rows.shape[2:])[in_use(plan)]
+    return reference.Exchange(data.idx, EXPERTS, alignment).scatter(arrays)[RANK]
+
+
+class Formats(unittest.TestCase):
+    def compare(self, plan, row_format, received, data, alignment):
+        parts = data.parts(row_format)
+        self.assertEqual(len(received), row_format.num_parts)
+        self.assertEqual(received[0].dtype, ELEMENTS[row_format.dtype])
+        self.assertEqual(str(received[1].dtype), f"torch.{row_format.recv_scales_dtype}")
+        used = in_use(plan)
+        num_rows = len(received[0]) if received[0].dim() == 2 else RANKS * MAX_ROWS
+        rows = as_numpy(received[0]).reshape(num_rows, -1)
+        numpy.testing.assert_array_equal(rows[used], wanted_rows(plan, data, parts[0], alignment))
+        num_scales = row_format.num_scales(HIDDEN)
+        scales = format_model.by_rows(row_format.scale_layout, as_numpy(received[1]), num_rows, num_scales)
+        numpy.testing.assert_array_equal(scales[used], wanted_rows(plan, data, parts[1], alignment))
+        if row_format.has_row_scales:
+            numpy.testing.assert_array_equal(
+                as_numpy(received[2]).reshape(-1)[used], wanted_rows(plan, data, parts[2], alignment)
+            )
+
+    def check(self, group, row_format, dtype, alignment=1):
+        data = Data(dtype)
+        idx, tokens, weights = data.own
+        inputs = [tokens]
+        if row_format.encode_scale is None:
+            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in data.parts(row_format)]))
+        for call in calls(group, idx, weights, alignment):
+            if call.__name__ == "rank_major" and row_format.scale_layout == epx.ScaleLayout.TILES:
+                continue  # refused there
+            for given in inputs:
+                plan, received, row_weights = call(given, format=row_format)
+                self.compare(plan, row_format, received, data, alignment)
+                self.assertFalse(any(part.requires_grad for part in received))
+                if call.__name__ != "rank_major":
+                    wanted = reference.Exchange(data.idx, EXPERTS, alignment).scatter_weights(data.weights)[RANK]
+                    numpy.testing.assert_array_equal(as_numpy(row_weights)[: len(wanted)], wanted)
+
+    def test_1_quantised_rows_by_the_caller_and_in_the_call(self):
+        with make_group() as group:
+            for row_format in formats():
+                for dtype in DTYPES:
+                    with self.subTest(format=row_format, dtype=dtype):
+                        self.check(group, row_format, dtype, alignment=4)
+            group.check()
+
+    def test_2_layouts_of_scales(self):
+        with make_group() as group:
+            for row_format in formats(scale_layout="columns") + [
+                epx.RowFormat("block128_pow2", scale_layout="packed"),
+                epx.RowFormat("mx", scale_layout="packed"),
+                epx.RowFormat("mx", scale_layout="tiles"),
+                epx.RowFormat("nv", scale_layout="tiles"),
+            ]:
+                with self.subTest(format=row_format):
+                    is_tiled = row_format.scale_layout == epx.ScaleLayout.TILES
+                    self.check(group, row_format, torch.float32, alignment=128 if is_tiled else 1)
+            group.check()
+
+    def test_3_quantised_wire_and_its_gradients(self):
+        """Rows are q * s, and gradients those of a dispatch without a format."""
+        with make_group() as group:
+            for row_format in formats(wire_only=True):
+                for dtype in DTYPES:
+                    data = Data(dtype, 3)
+                    idx, tokens, weights = data.own
+                    leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+                    there = [
+                        torch.tensor(format_model.round_trip(in_numpy(row_format), each)).to(dtype).float().numpy()
+                        for each in data.tokens
+                    ]
+                    for call in calls(group, idx, weights):
+                        with self.subTest(format=row_format, dtype=dtype, call=call.__name__):
+                            plan, rows, row_weights = call(tokens, format=row_format)
+                            self.assertEqual(rows.dtype, dtype)
+                            used = in_use(plan)
+                            found = as_numpy(rows.detach().float().flatten(0, -2))[used]
+                            numpy.testing.assert_array_equal(found, wanted_rows(plan, data, there))
+                            self.compare_gradients(call, leaves, rows, row_weights)
+            group.check()
+
+    def compare_gradients(self, call, leaves, rows, row_weights):
+        """Of rows or what stands for them, beside those of a dispatch without a format."""
+        _, plain, plain_weights = call(leaves[0])
+        generator = torch.Generator(device=DEVICE).manual_seed(RANK)
+        factor = torch.randn(rows.shape, generator=generator, device=DEVICE).to(rows.dtype)
+        row_factor = torch.randn(row_weights.shape, generator=generator, device=DEVICE)
+        found = [
+            torch.autograd.grad([each, weights], leaves, [factor, row_factor])
+            for each, weights in ((rows, row_weights), (plain, plain_weights))
+        ]
+        self.assertTrue(found[0][0].abs().sum() > 0 or leaves[0].numel() == 0)
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+    def test_4_gradients_of_rows_that_arrive_quantised(self):
+        with make_group(max_sidecar_bytes=4) as group:
+            for dtype in (torch.float32, torch.bfloat16):
+                data = Data(dtype, 4)
+                idx, tokens, weights = data.own
+                leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+                sidecar = torch.arange(len(tokens), dtype=torch.float32, device=DEVICE)[:, None]
+                for row_format in formats():
+                    for call in calls(group, idx, weights):
+                        with self.subTest(format=row_format, dtype=dtype, call=call.__name__):
+                            plan, received, row_weights, recv_sidecar, wide = call(
+                                tokens, format=row_format, with_wide=True, sidecar=sidecar
+                            )
+                            self.compare(plan, row_format, received, data, 1)
+                            self.assertEqual(recv_sidecar.dtype, torch.float32)
+                            self.assertFalse(any(part.requires_grad for part in received))
+                            self.assertEqual((wide.dtype, wide.shape[-1]), (dtype, HIDDEN))
+                            self.assertEqual(wide.untyped_storage().nbytes(), dtype.itemsize)
+                            self.compare_gradients(call, leaves, wide, row_weights)
+                            # Weights alone have a gradient where rows have none.
+                            for given in (tokens.detach(), quantised_by_caller(
+                                row_format, [part[RANK] for part in data.parts(row_format)])):
+                                if row_format.encode_scale is not None and isinstance(given, tuple):
+                                    continue
+                                _, _, row_weights = call(given, format=row_format)
+                                (grad,) = gradients(row_weights.sum(), [weights])
+                                self.assertTrue(torch.equal(grad, (idx >= 0).float()))
+            group.check()
+
+    def test_5_compiled(self):
+        with make_group() as group:
+            data = Data(torch.float32, 5)
+            idx, tokens, weights = data.own
+            leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+            for call in calls(group, idx, weights):
+                for row_format in formats():
+                    on_wire = dataclasses.replace(row_format, wire_only=True)
+
+                    def program(tokens):
+                        plan, received, row_weights, wide = call(tokens, format=row_format, with_wide=True)
+                        mask = plan.is_row if isinstance(plan, epx.torch.RankMajorPlan) else (
+                            torch.arange(len(row_weights), device=DEVICE) < plan.offsets[-1])
+                        _, rows, _ = call(tokens, format=on_wire)
+                        rows = torch.where(mask[..., None], rows + wide, 0)
+                        kept = torch.where(mask.view(*mask.shape, *[1] * (row_weights.dim() - mask.dim())), row_weights, 0)
+                        return mask, received, rows.sin().sum() + kept.sin().sum()
+
+                    graphs, found = Graphs(), []
+                    for each in (program, compiled(program, backend=graphs.backend())):
+                        mask, received, loss = each(tokens)
+                        row_scales = [part[mask] for part in received[2:]]
+                        rows = received[0].view(torch.uint8)[mask]
+                        found.append((rows, row_scales, loss, gradients(loss, leaves)))
+                    with self.subTest(format=row_format, call=call.__name__):
+                        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+                        name = {"rank_major": "dispatch_rank_major"}.get(call.__name__, call.__name__) + "_format"
+                        self.assertEqual([each for each in graphs.forward[0] if each != "prepare"], [name, name])
+            group.check()
+
+    def test_6_without_a_format(self):
+        """The operators are those of before, and rows of few bits are copied."""
+        with make_group() as group:
+            data = Data(torch.float32, 6)
+            idx, tokens, weights = data.own
+            with count_calls() as counts:
+                epx.torch.prepare_dispatch(group, tokens, idx, weights)
+            self.assertEqual(dict(counts), {"prepare_dispatch": 1})
+            plan = epx.torch.prepare(group, idx)
+            codes = [format_model.parts_of(epx.RowFormat("nv"), each)[0] for each in data.tokens]
+            for dtype in ELEMENTS.values():
+                rows, _ = epx.torch.dispatch(plan, on_device(torch.tensor(codes[RANK])).view(dtype))
+                self.assertEqual(rows.dtype, dtype)
+                numpy.testing.assert_array_equal(as_numpy(rows), wanted_rows(plan, data, codes))
+            group.check()
+
+    def test_7_refusals(self):
+        """The sentences are those of numpy arrays, but for what tensors alone have."""
+        block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
+        wire = dataclasses.replace(block, wire_only=True)
+        with make_group() as group:
+            data = Data(torch.float32, 7)
+            idx, x, _ = data.own
+            plan = epx.torch.prepare(group, idx)
+            codes, scales = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
+            dispatch, rank_major = epx.torch.dispatch, epx.torch.dispatch_rank_major
+            rows, _ = dispatch(plan, x)
+            leaf = torch.ones_like(x).requires_grad_()
+            for words, call in {
+                "format is str; this call takes epx.RowFormat": lambda: dispatch(plan, x, format="mx"),
+                "tokens is a tuple; this call takes an array": lambda: dispatch(plan, (codes, scales)),
+                "tokens is a tuple of quantised rows; a format with wire_only": lambda: dispatch(
+                    plan, (codes, scales), format=wire
+                ),
+                "tokens is torch.float8_e4m3fn without scales": lambda: dispatch(plan, codes, format=block),
+                "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)": lambda: dispatch(
+                    plan, (codes, scales), format=nv
+                ),
+                "tokens is float32; it must be float8_e4m3fn": lambda: dispatch(plan, (x, scales), format=block),
+                "scales has shape": lambda: dispatch(plan, (codes, scales[:, :1].contiguous()), format=block),
+                "scales is float64; it must be float32": lambda: dispatch(plan, (codes, scales.double()), format=block),
+                "scales has strides": lambda: rank_major(
+                    group, (codes, on_device(torch.ones(2, 9)).t()), idx, format=block
+                ),
+                "tokens has H = 33; it must be even": lambda: dispatch(plan, x[:, :33].contiguous(), format=nv),
+                "recv_tokens and format are given": lambda: dispatch(plan, x, recv_tokens=rows, format=block),
+                "with_wide is int; this call takes bool": lambda: dispatch(plan, x, format=block, with_wide=1),
+                "with_wide is True and format is None": lambda: dispatch(plan, x, with_wide=True),
+                "with_wide is True; it is for": lambda: rank_major(group, x, idx, format=wire, with_wide=True),
+                "tokens requires a gradient, which PyTorch would cast to float8_e4m3fn": lambda: dispatch(
+                    plan, leaf, format=block
+                ),
+                "encode_scale has shape": lambda: dispatch(
+                    plan, x, format=epx.RowFormat("nv", encode_scale=on_device(torch.ones(2)))
+                ),
+                "with scaling mx it must be float8_e8m0": lambda: dispatch(
+                    plan, x, format=epx.RowFormat("mx", scale_dtype="float32")
+                ),
+                "which the rank-major layout does not have": lambda: rank_major(
+                    group, x, idx, format=epx.RowFormat("mx", scale_layout="tiles")
+                ),
+            }.items():
+                ranks.refused(self, words, call)
+            with torch.no_grad():
+                dispatch(plan, leaf, format=block)
+            group.check()
+
+
+if __name__ == "__main__":
+    torch_model.main()
