@@ -7,22 +7,25 @@ import typing
 import numpy
 
 from . import _structs
-from ._structs import Scaling, ScaleLayout
-from ._values import member, number, refuse_choice, require_kind
+from ._structs import DTYPES, DTYPE_NAMES, Scaling, ScaleLayout
+from ._values import member, name_of, number, refuse, refuse_choice, require_kind
 from .errors import raise_if_failed
 
 _FLOAT32, _E8M0, _E4M3 = "float32", "float8_e8m0fnu", "float8_e4m3fn"
-ELEMENT_CODES = {_E4M3: 8, "float8_e5m2": 9, "float4_e2m1fn": 10}
-SCALE_CODES = {_FLOAT32: 1, _E8M0: 11, _E4M3: 8}
-_NAMES = {code: name for name, code in (*ELEMENT_CODES.items(), *SCALE_CODES.items())}
+ELEMENTS = _E4M3, "float8_e5m2", "float4_e2m1fn"
+_SCALES = _FLOAT32, _E8M0, _E4M3
 _BLOCKS = {Scaling.BLOCK128: 128, Scaling.BLOCK128_POW2: 128, Scaling.MX: 32, Scaling.NV: 16}
 _SCALE_DTYPES = {Scaling.BLOCK128: _FLOAT32, Scaling.BLOCK128_POW2: _FLOAT32, Scaling.MX: _E8M0, Scaling.NV: _E4M3}
 
 
-def _dtype_name(name, dtype, names):
-    """One of `names`, from itself or from a dtype of numpy, JAX or PyTorch, which has float4_e2m1fn_x2."""
+def _dtype_name(dtype):
+    """The name of a dtype of numpy, JAX or PyTorch, which has float4_e2m1fn_x2."""
     text = numpy.dtype(dtype).name if isinstance(dtype, (type, numpy.dtype)) else str(dtype)
-    text = text.removeprefix("torch.").removesuffix("_x2")
+    return text.removeprefix("torch.").removesuffix("_x2")
+
+
+def _one_of(names, name, dtype):
+    text = _dtype_name(dtype)
     if text not in names:
         refuse_choice(name, text, names)
     return text
@@ -68,16 +71,16 @@ class RowFormat:
             scale_dtype = _E8M0 if layout == ScaleLayout.PACKED else _SCALE_DTYPES[scaling]
         fields = {
             "scaling": scaling,
-            "dtype": _NAMES[defaults.dtype] if dtype is None else _dtype_name("dtype", dtype, ELEMENT_CODES),
+            "dtype": DTYPE_NAMES[defaults.dtype] if dtype is None else _one_of(ELEMENTS, "dtype", dtype),
             "amax_floor": defaults.amax_floor if floor is None else number("amax_floor", floor),
-            "scale_dtype": _dtype_name("scale_dtype", scale_dtype, SCALE_CODES),
+            "scale_dtype": _one_of(_SCALES, "scale_dtype", scale_dtype),
             "scale_layout": layout,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
-        codes = [scaling, ELEMENT_CODES[fields["dtype"]], SCALE_CODES[fields["scale_dtype"]], layout, self.wire_only]
-        object.__setattr__(self, "codes", [int(code) for code in codes])  # what operators of PyTorch take
+        codes = scaling, DTYPES[fields["dtype"]], DTYPES[fields["scale_dtype"]], layout, self.wire_only
+        object.__setattr__(self, "codes", tuple(map(int, codes)))  # what operators of JAX and PyTorch take
 
     @property
     def has_row_scales(self) -> bool:
@@ -86,8 +89,13 @@ class RowFormat:
 
     @property
     def num_parts(self) -> int:
-        """How many arrays a quantised tensor is: rows, scales, and row_scales where there are some."""
+        """How many arrays quantised rows are: rows, scales, and row_scales where there are some."""
         return 3 if self.has_row_scales else 2
+
+    @property
+    def num_recv_parts(self) -> int:
+        """How many arrays the rows that arrive are."""
+        return 1 if self.wire_only else self.num_parts
 
     @property
     def elements_per_byte(self) -> int:
@@ -116,7 +124,12 @@ class RowFormat:
         return rows, per_row
 
     def recv_shapes(self, lead: tuple[int, ...], hidden: int) -> list[tuple[int, ...]]:
-        """The shapes of the rows that arrive, and of their scales unless wire_only; `lead` is (N,) or (P, M)."""
+        """The shapes of the rows that arrive, whose rows of 4 bits are bytes, and of their scales unless wire_only.
+
+        lead: (N,) or (P, M).  hidden: H.  Refuses an H that leaves half of a byte.
+        """
+        if hidden % self.elements_per_byte:
+            refuse(f"rows have H = {hidden}; it must be even, since a byte has two elements of {self.dtype}")
         if self.wire_only:
             return [(*lead, hidden)]
         rows = lead[0] if len(lead) == 1 else lead[0] * lead[1]
@@ -128,5 +141,30 @@ class RowFormat:
 def format_of(codes):
     """The format that has these codes, without amax_floor and encode_scale."""
     scaling, dtype, scale_dtype, layout, wire_only = codes
-    options = dict(dtype=_NAMES[dtype], scale_dtype=_NAMES[scale_dtype], scale_layout=layout, wire_only=bool(wire_only))
+    options = dict(dtype=DTYPE_NAMES[dtype], scale_dtype=DTYPE_NAMES[scale_dtype], scale_layout=layout, wire_only=bool(wire_only))
     return RowFormat(scaling, **options)
+
+
+def parts_of(name, value, row_format, quantised):
+    """The arrays that `value` is: one, or where rows are quantised those of (rows, scales), with NV (rows, scales, row_scales)."""
+    if not quantised:
+        if isinstance(value, tuple):
+            reason = "with wire_only rows are wide" if row_format else "it has no format, which says how rows are scaled"
+            refuse(f"{name} is a tuple; this call takes an array, since {reason}")
+        return [value]
+    parts = "(rows, scales, row_scales)" if row_format.has_row_scales else "(rows, scales)"
+    if not isinstance(value, tuple) or len(value) != row_format.num_parts:
+        what = f"a tuple of {len(value)}" if isinstance(value, tuple) else name_of(type(value))
+        refuse(f"{name} is {what}; with scaling {row_format.scaling.name.lower()} it must be a tuple {parts}")
+    return list(value)
+
+
+def parts_of_tokens(tokens, row_format, name="tokens"):
+    """The arrays that the rows of a call are: one of wide rows, or those of rows that come quantised. Checks the format."""
+    if row_format is None:
+        return parts_of(name, tokens, None, quantised=False)
+    require_kind("format", row_format, RowFormat)
+    parts = parts_of(name, tokens, row_format, isinstance(tokens, tuple) and not row_format.wire_only)
+    if len(parts) == 1 and _dtype_name(getattr(tokens, "dtype", None)) in ELEMENTS:
+        refuse(f"{name} is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
+    return parts

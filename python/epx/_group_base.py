@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What groups are to all kinds of arrays: what they were created for, and how they end. The operations are not here."""
 
-from ._structs import CombinePrecision, Transport, known
+from ._structs import CombinePrecision, DTYPE_NAMES, Transport, known
 from ._values import integer, name_of, refuse
-
-_DTYPE_NAMES = {1: "float32", 2: "float16", 3: "bfloat16", 8: "float8_e4m3fn", 9: "float8_e5m2", 10: "float4_e2m1fn"}
 
 
 class GroupBase:
@@ -26,7 +24,7 @@ class GroupBase:
     max_sidecar_bytes = property(lambda self: self._max_sidecar_bytes, doc="The largest sidecar of a token, in bytes.")
     window_bytes = property(lambda self: self._info.window_bytes, doc="Shared memory that the group holds on this rank.")
     timeout = property(lambda self: self._info.timeout_ms / 1000, doc="Seconds that one wait for a peer lasts.")
-    max_token_dtype = property(lambda self: _DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
+    max_token_dtype = property(lambda self: DTYPE_NAMES[self._info.max_token_dtype], doc="Its name.")
 
     @property
     def transport(self) -> Transport:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows that a dispatch sends and receives, as numpy arrays: whether they are quantised, their scales and their sidecar."""
+"""The rows that a call sends and receives, as numpy arrays: whether they are quantised, their scales and their sidecar."""
 
 import ctypes
 
 import numpy
 
 from . import _structs
-from ._formats import ELEMENT_CODES, RowFormat
-from ._structs import ScaleLayout
+from ._formats import parts_of, parts_of_tokens
+from ._structs import DTYPES, ScaleLayout
 from ._tensors import attach, dtype_of, output, packed, tensor, with_sidecar
-from ._values import refuse, require_kind, require_parts
+from ._values import refuse_dtype
 
 _FLOAT32 = numpy.dtype(numpy.float32)
 _UINT8 = numpy.dtype(numpy.uint8)
@@ -20,7 +20,7 @@ def _element_dtype(row_format):
     return _UINT8 if row_format.elements_per_byte == 2 else dtype_of(row_format.dtype)
 
 
-def _flat(view, num_leading):
+def _as_rows(view, num_leading):
     """A view of [P, M, ...] as the C API has scales: [P * M, ...]."""
     if num_leading == 1:
         return view
@@ -29,70 +29,60 @@ def _flat(view, num_leading):
 
 
 class Rows:
-    """The tensors of one call, which point into its arrays.
+    """The tensors of one call, which point into its arrays: `sent` and `received`, and `format`, a pointer or None.
 
-    tokens: an array [T, H], or a tuple of quantised rows and their scales.  lead: (N,) or (P, M).  recv_tokens: what the caller
-    gives to be written, or None.  new: numpy.empty or numpy.zeros, which makes what is received.
+    tokens: an array [T, H], or a tuple of quantised rows and their scales.  lead: (N,) or (P, M).  new: numpy.empty or
+    numpy.zeros, which makes what is received.  name: of tokens, in sentences.  recv_tokens: what the caller gives to be written.
+    sidecar: of tokens, at most max_sidecar_bytes in a row.  What is received is in recv_tokens and recv_sidecar.
     """
 
-    def __init__(self, tokens, num_tokens, lead, recv_tokens, row_format, sidecar, max_sidecar_bytes, new):
+    def __init__(
+        self, tokens, num_tokens, lead, row_format, new, *, name="tokens", recv_tokens=None, sidecar=None, max_sidecar_bytes=0
+    ):
         self.row_format = row_format
-        if row_format is None:
-            require_parts("tokens", tokens, None)
-            self.sent = tensor("tokens", tokens, (num_tokens, None))
-            hidden, shapes, dtypes = tokens.shape[1], [(*lead, tokens.shape[1])], [tokens.dtype]
-            scales, self._format = [], None
-        else:
-            require_kind("format", row_format, RowFormat)
-            scales = self._view_tokens(tokens, num_tokens)
-            hidden = self.sent.sizes[1]
-            if hidden % row_format.elements_per_byte:
-                refuse(f"tokens has H = {hidden}; it must be even, since a byte has two elements of {row_format.dtype}")
-            shapes = row_format.recv_shapes(lead, hidden)
-            dtypes = [tokens.dtype] if row_format.wire_only else self._recv_dtypes()
+        parts = parts_of_tokens(tokens, row_format, name)
+        scales = self._view_tokens(name, parts, num_tokens)
+        hidden = self.sent.sizes[1]
+        shapes = [(*lead, hidden)] if row_format is None else row_format.recv_shapes(lead, hidden)
+        dtypes = [tokens.dtype]
+        if row_format is not None and not row_format.wire_only:
+            dtypes = _element_dtype(row_format), dtype_of(row_format.recv_scales_dtype), _FLOAT32
         if recv_tokens is None:
             arrays = [new(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
             self.recv_tokens = arrays[0] if len(arrays) == 1 else tuple(arrays)
         else:
-            arrays = require_parts("recv_tokens", recv_tokens, row_format, quantised=len(shapes) > 1)
+            arrays = parts_of("recv_tokens", recv_tokens, row_format, quantised=len(shapes) > 1)
             self.recv_tokens = recv_tokens
         names = "recv_tokens", "recv_scales", "recv_row_scales"
         # Without a format the library's own sentences tell of a recv_tokens that does not fit.
         wanted = [(None, None)] if row_format is None else [(shape, (dtype,)) for shape, dtype in zip(shapes, dtypes)]
-        self.received, *recv_scales = [output(name, array, *want) for name, array, want in zip(names, arrays, wanted)]
-        if row_format is not None:
-            if recv_scales and row_format.elements_per_byte == 2:
-                packed(self.received)
-            self._format = self._make_format(scales, recv_scales, len(lead))
+        self.received, *recv_scales = [output(part, array, *want) for part, array, want in zip(names, arrays, wanted)]
+        if recv_scales and row_format.elements_per_byte == 2:
+            packed(self.received)
+        self.format = None if row_format is None else ctypes.pointer(self._make_format(scales, recv_scales, len(lead)))
         self._attach_sidecar(sidecar, lead, max_sidecar_bytes, new)
 
-    def _view_tokens(self, tokens, num_tokens):
-        """Sets `sent`, and returns the scales of rows that come quantised."""
+    def _view_tokens(self, name, parts, num_tokens):
+        """Sets `sent`, and returns views of the scales of rows that come quantised."""
         row_format = self.row_format
-        if not isinstance(tokens, tuple):
-            self.sent = tensor("tokens", tokens, (num_tokens, None))
-            if self.sent.dtype in ELEMENT_CODES.values():
-                refuse(f"tokens is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
+        rows, *scales = parts
+        self.sent = tensor(name, rows, (num_tokens, None))
+        if not scales:
             return []
-        if row_format.wire_only:
-            refuse("tokens is a tuple of quantised rows; a format with wire_only takes an array of wide rows")
-        rows, *scales = require_parts("tokens", tokens, row_format, quantised=True)
-        self.sent = tensor("tokens", rows, (num_tokens, None), (_element_dtype(row_format),))
+        if rows.dtype != _element_dtype(row_format):
+            refuse_dtype(name, rows.dtype, (_element_dtype(row_format),))
         if row_format.elements_per_byte == 2:
             packed(self.sent)
         wanted = (num_tokens, row_format.num_scales(self.sent.sizes[1])), (num_tokens,)
         dtypes = dtype_of(row_format.scale_dtype), _FLOAT32
         names = "scales", "row_scales"
-        return [tensor(name, each, shape, (dtype,)) for name, each, shape, dtype in zip(names, scales, wanted, dtypes)]
-
-    def _recv_dtypes(self):
-        return [_element_dtype(self.row_format), dtype_of(self.row_format.recv_scales_dtype), _FLOAT32]
+        return [tensor(part, each, shape, (dtype,)) for part, each, shape, dtype in zip(names, scales, wanted, dtypes)]
 
     def _make_format(self, scales, recv_scales, num_leading):
         row_format, encode_scale = self.row_format, self.row_format.encode_scale
         made = _structs.RowFormat()
         made.struct_size = ctypes.sizeof(made)
-        made.scaling, made.dtype = row_format.scaling, ELEMENT_CODES[row_format.dtype]
+        made.scaling, made.dtype = row_format.scaling, DTYPES[row_format.dtype]
         made.amax_floor, made.scale_layout = row_format.amax_floor, row_format.scale_layout
         if encode_scale is not None:
             made.encode_scale = ctypes.pointer(tensor("encode_scale", encode_scale, (1,), (_FLOAT32,)))
@@ -100,7 +90,7 @@ class Rows:
             setattr(made, name, ctypes.pointer(view))
         for name, view in zip(("recv_scales", "recv_row_scales"), recv_scales):
             by_row = name == "recv_row_scales" or row_format.scale_layout == ScaleLayout.ROWS
-            setattr(made, name, ctypes.pointer(_flat(view, num_leading if by_row else 1)))
+            setattr(made, name, ctypes.pointer(_as_rows(view, num_leading if by_row else 1)))
         return made
 
     def _attach_sidecar(self, sidecar, lead, max_bytes, new):
@@ -109,11 +99,6 @@ class Rows:
         if sidecar is not None:
             self.recv_sidecar = new((*lead, sidecar.shape[1]), sidecar.dtype)
             attach(self.received, self.recv_sidecar)
-
-    @property
-    def format(self):
-        """A pointer to the format of the C API, or None."""
-        return None if self._format is None else ctypes.pointer(self._format)
 
     def first(self, num_rows):
         """The first rows of recv_tokens [N, H], with their scales."""

@@ -90,6 +90,23 @@ class Pads(enum.IntEnum):
     UNTOUCHED = 1
 
 
+# epx_dtype, by the names that dtypes have in numpy, JAX and the package ml_dtypes.
+DTYPES = {
+    "float32": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "int32": 4,
+    "int64": 5,
+    "float64": 6,
+    "uint8": 7,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 9,
+    "float4_e2m1fn": 10,
+    "float8_e8m0fnu": 11,
+}
+DTYPE_NAMES = {code: name for name, code in DTYPES.items()}
+
+
 class Scaling(enum.IntEnum):
     """How the elements of a quantised row are scaled (epx_scaling)."""
 

@@ -3,14 +3,12 @@
 
 import numpy
 
-from ._structs import Tensor
+from ._structs import DTYPES, Tensor
 from ._values import refuse, refuse_dtype, refuse_strides, require_kind, require_shape, require_sidecar
 
-_OWN_CODES = {"float32": 1, "float16": 2, "int32": 4, "int64": 5, "float64": 6, "uint8": 7}
-_ML_CODES = {"bfloat16": 3, "float8_e4m3fn": 8, "float8_e5m2": 9, "float4_e2m1fn": 10, "float8_e8m0fnu": 11}  # of ml_dtypes
-CODES = {**_OWN_CODES, **_ML_CODES}
-_FLOAT4 = CODES["float4_e2m1fn"]
-_CODE_OF_DTYPE = {numpy.dtype(name): code for name, code in _OWN_CODES.items()}
+_OWN = {"float32", "float16", "int32", "int64", "float64", "uint8"}  # those of numpy; others are of the package ml_dtypes
+_FLOAT4 = DTYPES["float4_e2m1fn"]
+_CODE_OF_DTYPE = {numpy.dtype(name): DTYPES[name] for name in _OWN}
 
 
 def dtype_code(dtype):
@@ -21,15 +19,15 @@ def dtype_code(dtype):
         if isinstance(dtype, numpy.dtype) and not dtype.isnative:
             refuse(f"dtype {dtype.str} is not in the byte order of this machine")
         name = dtype if isinstance(dtype, str) else numpy.dtype(dtype).name
-        code = CODES.get(name)
+        code = DTYPES.get(name)
         if code is None:
-            refuse(f"dtype {name} is not one of {', '.join(CODES)}")
+            refuse(f"dtype {name} is not one of {', '.join(DTYPES)}")
     return code
 
 
 def dtype_of(name):
     """The numpy dtype of a name. Refuses one of ml_dtypes where that is not installed."""
-    if name in _OWN_CODES:
+    if name in _OWN:
         return numpy.dtype(name)
     try:
         import ml_dtypes

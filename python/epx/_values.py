@@ -65,20 +65,6 @@ def require_sidecar(sizes, dtype, bits, num_tokens, max_bytes):
         refuse(f"sidecar has {row_bytes} bytes in each row; the group's max_sidecar_bytes is {max_bytes}")
 
 
-def require_parts(name, value, row_format, quantised=False):
-    """The arrays of quantised rows, (rows, scales) or with NV (rows, scales, row_scales), or else the one array."""
-    if not quantised:
-        if isinstance(value, tuple):
-            reason = "it has no format, which says how rows are scaled" if row_format is None else "with wire_only rows arrive wide"
-            refuse(f"{name} is a tuple; this call takes an array, since {reason}")
-        return [value]
-    parts = "(rows, scales, row_scales)" if row_format.num_parts == 3 else "(rows, scales)"
-    if not isinstance(value, tuple) or len(value) != row_format.num_parts:
-        what = f"a tuple of {len(value)}" if isinstance(value, tuple) else name_of(type(value))
-        refuse(f"{name} is {what}; with scaling {row_format.scaling.name.lower()} it must be a tuple {parts}")
-    return list(value)
-
-
 def require_one_size(name, size, recv_tokens, symbol):
     """Refuses a number of rows beside rows that have one."""
     if size is not None and recv_tokens is not None:

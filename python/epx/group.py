@@ -333,7 +333,7 @@ class Group(GroupBase):
         self.require_layer(top_k)
         max_rows = self.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
         lead = self.num_ranks, max_rows
-        rows = Rows(tokens, num_tokens, lead, None, format, sidecar, self.max_sidecar_bytes, numpy.zeros)
+        rows = self._rows(tokens, num_tokens, lead, format, numpy.zeros, sidecar=sidecar)
         plan = RankMajorPlan(
             top_k,
             num_tokens,
@@ -440,8 +440,8 @@ class Group(GroupBase):
         else:
             first = recv_tokens[0] if isinstance(recv_tokens, tuple) and recv_tokens else recv_tokens
             num_rows = tensor("recv_tokens", first).sizes[0]
-        rows = Rows(
-            tokens, plan.num_tokens, (num_rows,), recv_tokens, row_format, sidecar, self.max_sidecar_bytes, numpy.empty
+        rows = self._rows(
+            tokens, plan.num_tokens, (num_rows,), row_format, numpy.empty, recv_tokens=recv_tokens, sidecar=sidecar
         )
         weights = recv_weights = None
         if topk_weights is not None:
@@ -449,6 +449,9 @@ class Group(GroupBase):
             recv_weights = numpy.empty(num_rows, _FLOAT32)
         row_weights = None if weights is None else tensor("recv_weights", recv_weights)
         return (rows.sent, weights, rows.received, row_weights), rows, recv_weights
+
+    def _rows(self, *args, **options):
+        return Rows(*args, max_sidecar_bytes=self.max_sidecar_bytes, **options)
 
     @staticmethod
     def _topk_weights(plan, topk_weights):

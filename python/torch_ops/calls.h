@@ -24,6 +24,11 @@ inline int32_t to_int32(const char* name, int64_t value) {
   return static_cast<int32_t>(value);
 }
 
+inline int64_t require_count(const char* name, int64_t value) {
+  if (value < 0) refuse(name, " is ", value, "; it must be at least 0");
+  return value;
+}
+
 // What the args of all operations have in common.
 template <typename Args>
 Args make_args(const Group& group, int64_t top_k, int64_t alignment) {

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The five operations as operators of PyTorch. Those that move rows are functional; python/epx/torch gives them fake kernels,
 // gradients and the effect that keeps torch.compile from merging, dropping or reordering them.
+#include <array>
 #include <tuple>
 #include <vector>
 
 #include "calls.h"
-#include "row_format.h"
 #include "row_major.h"
+#include "rows.h"
 
 namespace epx_torch {
 namespace {
@@ -16,9 +17,9 @@ using std::tuple;
 
 constexpr int64_t kNumInfo = 5;
 
-int64_t require_rows(int64_t num_rows) {
-  if (num_rows < 0) refuse("num_rows is ", num_rows, "; it must be at least 0");
-  return num_rows;
+// Of a call by expert.
+std::array<int64_t, 1> lead_of(int64_t num_rows) {
+  return {require_count("num_rows", num_rows)};
 }
 
 epx_pads pads_of(int64_t pads) {
@@ -68,19 +69,6 @@ tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignm
   return {handle_mem, plan.results};
 }
 
-Rows new_rows(const Group& group, const Tensor& tokens, int64_t num_rows) {
-  const epx_tensor sent = view_tokens(tokens, group);
-  const Tensor recv_tokens = new_tensor(group.place, {require_rows(num_rows), tokens.size(1)}, tokens.scalar_type());
-  return {sent, recv_tokens, view_of_new(recv_tokens)};
-}
-
-// Returns what becomes of the sidecar of the rows.
-Tensor attach(const Group& group, Rows& rows, const Tensor& sidecar) {
-  Tensor recv_sidecar = new_recv_sidecar(group, rows.received, sidecar);
-  attach_sidecar(group, rows.sent, sidecar, rows.received, recv_sidecar);
-  return recv_sidecar;
-}
-
 // Makes the call with these args, and returns recv_weights.
 template <typename Args, typename Function>
 Tensor move_rows(const Group& group, Function function, Args& args, const Rows& rows, const optional<Tensor>& topk_weights,
@@ -113,7 +101,7 @@ tuple<Tensor, Tensor> dispatch(int64_t id, const Tensor& handle_mem, const Tenso
                                const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment, int64_t pads,
                                int64_t num_rows) {
   const GroupUse group(id);
-  const Rows rows = new_rows(*group, tokens, num_rows);
+  const Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads)};
 }
 
@@ -122,7 +110,7 @@ tuple<Tensor, Tensor, Tensor> dispatch_sidecar(int64_t id, const Tensor& handle_
                                                const optional<Tensor>& topk_weights, int64_t top_k, int64_t alignment,
                                                int64_t pads, int64_t num_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  Rows rows = new_rows(*group, tokens, num_rows);
+  Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return {rows.recv_tokens, dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads), recv_sidecar};
 }
@@ -134,9 +122,8 @@ dispatch_format(int64_t id, const Tensor& handle_mem, const Tensor& tokens, cons
                 double amax_floor, const optional<Tensor>& scales, const optional<Tensor>& row_scales,
                 const optional<Tensor>& encode_scale, const optional<Tensor>& sidecar) {
   const GroupUse group(id);
-  const int64_t lead[] = {require_rows(num_rows)};
-  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
-  const Tensor recv_sidecar = sidecar ? attach(*group, rows, *sidecar) : nothing(*group);
+  FormatRows rows(*group, tokens, lead_of(num_rows), {format, amax_floor, scales, row_scales, encode_scale});
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   const Tensor recv_weights = dispatch_rows(*group, handle_mem, rows, topk_weights, top_k, alignment, pads, rows.format());
   return {rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};
 }
@@ -172,7 +159,7 @@ tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor&
                                                        const optional<Tensor>& topk_weights, int64_t alignment,
                                                        bool int64_counts, int64_t pads, int64_t num_rows) {
   const GroupUse group(id);
-  const Rows rows = new_rows(*group, tokens, num_rows);
+  const Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   const auto [handle_mem, results, recv_weights] =
       prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
   return {handle_mem, results, rows.recv_tokens, recv_weights};
@@ -182,7 +169,7 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
 prepare_dispatch_sidecar(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
                          int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  Rows rows = new_rows(*group, tokens, num_rows);
+  Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
   const auto [handle_mem, results, recv_weights] =
       prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
@@ -196,9 +183,8 @@ prepare_dispatch_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx
                         const optional<Tensor>& row_scales, const optional<Tensor>& encode_scale,
                         const optional<Tensor>& sidecar) {
   const GroupUse group(id);
-  const int64_t lead[] = {require_rows(num_rows)};
-  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
-  const Tensor recv_sidecar = sidecar ? attach(*group, rows, *sidecar) : nothing(*group);
+  FormatRows rows(*group, tokens, lead_of(num_rows), {format, amax_floor, scales, row_scales, encode_scale});
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   const auto [handle_mem, results, recv_weights] =
       prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads, rows.format());
   return {handle_mem, results, rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};

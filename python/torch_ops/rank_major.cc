@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // The rank-major operations as operators of PyTorch. They are functional, but for the one that writes into a tensor of the
 // caller's.
+#include <array>
 #include <tuple>
 #include <vector>
 
 #include <torch/csrc/stable/ops.h>
 
 #include "calls.h"
-#include "row_format.h"
 #include "row_major.h"
+#include "rows.h"
 
 namespace epx_torch {
 namespace {
@@ -55,22 +56,14 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_
   return outputs;
 }
 
-int64_t require_rows(int64_t max_rows) {
-  if (max_rows < 0) refuse("max_rows is ", max_rows, "; it must be at least 0");
-  return max_rows;
-}
-
-Rows new_rows(const Group& group, const Tensor& tokens, int64_t max_rows) {
-  const epx_tensor sent = view_tokens(tokens, group);
-  const Tensor recv_tokens =
-      new_tensor(group.place, {group.info.num_ranks, require_rows(max_rows), tokens.size(1)}, tokens.scalar_type());
-  return {sent, recv_tokens, view_of_new(recv_tokens)};
+std::array<int64_t, 2> lead_of(const Group& group, int64_t max_rows) {
+  return {group.info.num_ranks, require_count("max_rows", max_rows)};
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                                   const optional<Tensor>& topk_weights, int64_t max_rows) {
   const GroupUse group(id);
-  const Rows rows = new_rows(*group, tokens, max_rows);
+  const Rows rows = new_rows(*group, tokens, lead_of(*group, max_rows));
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
                         dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received));
 }
@@ -80,9 +73,8 @@ tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_sideca
                                                                                   const optional<Tensor>& topk_weights,
                                                                                   int64_t max_rows, const Tensor& sidecar) {
   const GroupUse group(id);
-  Rows rows = new_rows(*group, tokens, max_rows);
-  const Tensor recv_sidecar = new_recv_sidecar(*group, rows.received, sidecar);
-  attach_sidecar(*group, rows.sent, sidecar, rows.received, recv_sidecar);
+  Rows rows = new_rows(*group, tokens, lead_of(*group, max_rows));
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
                         dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received),
                         std::make_tuple(recv_sidecar));
@@ -95,13 +87,8 @@ dispatch_rank_major_format(int64_t id, const Tensor& tokens, const Tensor& topk_
                            const optional<Tensor>& scales, const optional<Tensor>& row_scales,
                            const optional<Tensor>& encode_scale, const optional<Tensor>& sidecar) {
   const GroupUse group(id);
-  const int64_t lead[] = {group->info.num_ranks, require_rows(max_rows)};
-  FormatRows rows(*group, tokens, lead, {format, amax_floor, scales, row_scales, encode_scale});
-  Tensor recv_sidecar = nothing(*group);
-  if (sidecar) {
-    recv_sidecar = new_recv_sidecar(*group, rows.received, *sidecar);
-    attach_sidecar(*group, rows.sent, *sidecar, rows.received, recv_sidecar);
-  }
+  FormatRows rows(*group, tokens, lead_of(*group, max_rows), {format, amax_floor, scales, row_scales, encode_scale});
+  const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
                         dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received, rows.format()),
                         std::make_tuple(rows.recv_scales, rows.recv_row_scales, recv_sidecar));

@@ -204,7 +204,7 @@ class Formats(unittest.TestCase):
                 "wire_only is int; this call takes bool": lambda: epx.RowFormat("mx", wire_only=1),
                 "format is str; this call takes epx.RowFormat": lambda: group.dispatch(plan, x, format="mx"),
                 "tokens is a tuple; this call takes an array, since it has no format": lambda: group.dispatch(plan, (codes, scales)),
-                "tokens is a tuple of quantised rows; a format with wire_only": lambda: group.dispatch(
+                "tokens is a tuple; this call takes an array, since with wire_only rows are wide": lambda: group.dispatch(
                     plan, (codes, scales), format=wire
                 ),
                 "tokens is float8_e4m3fn without scales": lambda: group.dispatch(plan, codes, format=block),
@@ -219,7 +219,7 @@ class Formats(unittest.TestCase):
                 ),
                 "scales has shape": lambda: group.dispatch(plan, (codes, scales[:, :1].copy()), format=block),
                 "scales is float64; it must be float32": lambda: group.dispatch(plan, (codes, scales.astype(float)), format=block),
-                "tokens has H = 33; it must be even": lambda: group.dispatch(plan, x[:, :33].copy(), format=nv),
+                "rows have H = 33; it must be even": lambda: group.dispatch(plan, x[:, :33].copy(), format=nv),
                 "recv_tokens is numpy.ndarray; with scaling block128 it must be a tuple (rows, scales)": lambda: group.dispatch(
                     plan, x, recv_tokens=rows[0], format=block
                 ),

@@ -11,7 +11,7 @@ import sys
 import ranks
 
 ranks.require("numpy")
-from epx import _moe_structs, _structs, _tensors
+from epx import _moe_structs, _structs
 
 
 def assertions():
@@ -28,7 +28,7 @@ def assertions():
     for status in _structs.Status:
         name = "EPX_SUCCESS" if status == 0 else f"EPX_ERROR_{status.name}"
         yield f"{name} == {status.value}", name
-    for name, code in _tensors.CODES.items():
+    for name, code in _structs.DTYPES.items():
         c_name = f"EPX_{name.removesuffix('fn').removesuffix('fnu').upper()}"
         yield f"{c_name} == {code}", c_name
     for name in ("MAX_EVENT_KINDS", "MAX_REPORTED_RANKS", "MAX_MESSAGE_BYTES"):

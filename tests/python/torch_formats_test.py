@@ -296,7 +296,7 @@ class Formats(unittest.TestCase):
             for words, call in {
                 "format is str; this call takes epx.RowFormat": lambda: dispatch(plan, x, format="mx"),
                 "tokens is a tuple; this call takes an array": lambda: dispatch(plan, (codes, scales)),
-                "tokens is a tuple of quantised rows; a format with wire_only": lambda: dispatch(
+                "tokens is a tuple; this call takes an array, since with wire_only rows are wide": lambda: dispatch(
                     plan, (codes, scales), format=wire
                 ),
                 "tokens is torch.float8_e4m3fn without scales": lambda: dispatch(plan, codes, format=block),
@@ -309,11 +309,11 @@ class Formats(unittest.TestCase):
                 "scales has strides": lambda: rank_major(
                     group, (codes, on_device(torch.ones(2, 9)).t()), idx, format=block
                 ),
-                "tokens has H = 33; it must be even": lambda: dispatch(plan, x[:, :33].contiguous(), format=nv),
+                "rows have H = 33; it must be even": lambda: dispatch(plan, x[:, :33].contiguous(), format=nv),
                 "recv_tokens and format are given": lambda: dispatch(plan, x, recv_tokens=rows, format=block),
                 "with_wide is int; this call takes bool": lambda: dispatch(plan, x, format=block, with_wide=1),
-                "with_wide is True and format is None": lambda: dispatch(plan, x, with_wide=True),
-                "with_wide is True; it is for": lambda: rank_major(group, x, idx, format=wire, with_wide=True),
+                "with_wide is True; it is for a format that": lambda: dispatch(plan, x, with_wide=True),
+                "with_wide is True; it is for a format": lambda: rank_major(group, x, idx, format=wire, with_wide=True),
                 "tokens requires a gradient, which PyTorch would cast to float8_e4m3fn": lambda: dispatch(
                     plan, leaf, format=block
                 ),

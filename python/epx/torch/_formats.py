@@ -8,13 +8,11 @@ import typing
 
 import torch
 
-from .._formats import RowFormat, format_of
-from .._values import refuse, require_kind, require_parts
-from ._group import require_usable
-from ._library import new_tensor
+from .._formats import format_of, parts_of_tokens
+from .._values import refuse, require_kind
+from ._group import call, require_usable
+from ._library import new_tensor, ops
 from ._sidecars import as_bytes
-
-_QUANTISED = torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2
 
 
 def _dtype_of(name):
@@ -26,7 +24,7 @@ class More(typing.NamedTuple):
     of a format. There are no codes without a format."""
 
     sidecar: torch.Tensor | None
-    codes: list[int] | None = None
+    codes: tuple[int, ...] | None = None
     amax_floor: float = 0.0
     scales: torch.Tensor | None = None
     row_scales: torch.Tensor | None = None
@@ -34,97 +32,91 @@ class More(typing.NamedTuple):
     with_wide: bool = False
     num_parts: int = 1  # that recv_tokens is
 
-    @property
-    def is_quantised(self):
-        """Whether rows arrive quantised."""
-        return self.num_parts > 1
-
-    def call(self, run, with_sidecar, with_format, *args):
-        """Calls one of two operators. Returns what that without both does, and behind it the bytes of a sidecar, scales and
-        row_scales where there are some."""
-        if self.codes is None:
-            return run(with_sidecar, *args, self.sidecar)
-        format_args = self.codes, self.amax_floor, self.scales, self.row_scales, self.encode_scale, self.sidecar
-        *results, scales, row_scales, sidecar = run(with_format, *args, *format_args)
-        return *results, *([] if self.sidecar is None else [sidecar]), *(scales, row_scales)[: self.num_parts - 1]
-
-    def outputs(self, results, tokens, rows):
-        """The outputs of an autograd.Function: the results, of which `rows` is the place of recv_tokens, and last the tensor that
-        stands for quantised rows where it is wanted. That has one element of memory."""
-        if not self.with_wide:
-            return results
-        lead = results[rows].shape[:-1]
-        return *results, tokens.new_zeros(1).expand(*lead, tokens.shape[1])
+    def sidecar_alone(self):
+        """What a dispatch into recv_tokens takes. Refuses a format."""
+        if self.codes is not None:
+            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
+        return self.sidecar
 
 
-def mark(ctx, more, outputs, rows, weights):
-    """Tells autograd which outputs have a gradient: weights, and rows or what stands for them."""
-    ctx.has_rows_gradient, ctx.zeros = True, None
-    if more is None:
-        others = outputs[:rows] + outputs[rows + 1 : weights] + outputs[weights + 1 :]
+class Operator:
+    """An operator that dispatches: alone, with a sidecar or with a format. tokens: their place among the arguments behind the
+    group's number.  rows, weights: the places of recv_tokens and recv_weights among the results."""
+
+    def __init__(self, name, tokens, rows, weights):
+        self.alone, self.with_sidecar, self.with_format = [
+            getattr(ops, name + variant).default for variant in ("", "_sidecar", "_format")
+        ]
+        self.tokens, self.rows, self.weights = tokens, rows, weights
+
+    def run(self, more, number, *args):
+        """Makes the call. Returns what that alone does, and behind it the bytes of a sidecar, scales and row_scales where there
+        are some, and last, where it is wanted, the tensor that stands for quantised rows. That has one element of memory."""
+        if more is None:
+            return call(number, self.alone, number, *args)
+        if more.codes is None:
+            return call(number, self.with_sidecar, number, *args, more.sidecar)
+        in_format = list(more.codes), more.amax_floor, more.scales, more.row_scales, more.encode_scale, more.sidecar
+        *results, scales, row_scales, sidecar = call(number, self.with_format, number, *args, *in_format)
+        sidecars = [] if more.sidecar is None else [sidecar]
+        wide = []
+        if more.with_wide:
+            tokens = args[self.tokens]
+            wide = [tokens.new_zeros(1).expand(*results[self.rows].shape[:-1], tokens.shape[1])]
+        return *results, *sidecars, *[scales, row_scales][: more.num_parts - 1], *wide
+
+    def mark(self, ctx, more, outputs):
+        """Tells autograd which outputs have a gradient: weights, and rows or what stands for them."""
+        with_wide = more is not None and more.with_wide
+        ctx.has_rows_gradient = with_wide or more is None or more.num_parts == 1
+        ctx.rows = len(outputs) - 1 if with_wide else self.rows
+        differentiable = (self.weights, ctx.rows) if ctx.has_rows_gradient else (self.weights,)
+        others = [each for i, each in enumerate(outputs) if i not in differentiable]
         if others:
             ctx.mark_non_differentiable(*others)
-        return
-    ctx.has_rows_gradient = more.with_wide or not more.is_quantised
-    ctx.rows = len(outputs) - 1 if more.with_wide else rows
-    differentiable = (weights, ctx.rows) if ctx.has_rows_gradient else (weights,)
-    ctx.mark_non_differentiable(*[each for i, each in enumerate(outputs) if i not in differentiable])
-    # PyTorch has no zeros of all dtypes of outputs, and nobody needs those of rows and scales.
-    ctx.set_materialize_grads(False)
-    ctx.zeros = [dict(size=each.shape, dtype=each.dtype, device=each.device) for each in (outputs[ctx.rows], outputs[weights])]
+        # PyTorch has no zeros of all dtypes of outputs, and nobody needs those of rows and scales.
+        ctx.set_materialize_grads(False)
+        ctx.zeros = [
+            dict(size=each.shape, dtype=each.dtype, device=each.device) for each in (outputs[ctx.rows], outputs[self.weights])
+        ]
 
-
-def grads_of_rows(ctx, grads, rows, weights):
-    """The gradients of the rows that a dispatch has brought, and of their weights. Rows that have none get one column of zeros,
-    which the call for the weights' gradient takes along."""
-    if ctx.zeros is None:
-        return grads[rows], grads[weights]
-    found = [grads[ctx.rows], grads[weights]]
-    if not ctx.has_rows_gradient:
-        like = ctx.zeros[0]
-        found[0] = torch.zeros(*like["size"][:-1], 1, dtype=torch.float32, device=like["device"])
-    return [torch.zeros(**ctx.zeros[i]) if grad is None else grad for i, grad in enumerate(found)]
+    def grads(self, ctx, grads):
+        """The gradients of the rows that have been brought, and of their weights. Rows that have none get one column of zeros,
+        which the call for the weights' gradient takes along."""
+        found = [grads[ctx.rows], grads[self.weights]]
+        if not ctx.has_rows_gradient:
+            like = ctx.zeros[0]
+            found[0] = torch.zeros(*like["size"][:-1], 1, dtype=torch.float32, device=like["device"])
+        return [torch.zeros(**zeros) if grad is None else grad for zeros, grad in zip(ctx.zeros, found)]
 
 
 def split(group, tokens, sidecar, row_format, with_wide, records):
     """The tensor of tokens, and More or None. records: a function that tells whether autograd records a call on a tensor."""
-    if row_format is None and sidecar is None and not with_wide and not isinstance(tokens, tuple):
-        require_usable(group, "tokens", tokens)
-        return tokens, None
     require_kind("with_wide", with_wide, bool)
-    if row_format is None:
-        if with_wide:
-            refuse("with_wide is True and format is None; it is for a format that quantises wide rows")
-        (tokens,) = require_parts("tokens", tokens, None)
-        require_usable(group, "tokens", tokens)
-        return tokens, More(as_bytes(group, sidecar, tokens))
-    require_kind("format", row_format, RowFormat)
-    given = isinstance(tokens, tuple)  # rows have been quantised
-    if given and row_format.wire_only:
-        refuse("tokens is a tuple of quantised rows; a format with wire_only takes a tensor of wide rows")
-    if with_wide and (given or row_format.wire_only):
-        refuse("with_wide is True; it is for a format that quantises wide rows, which arrive quantised")
-    parts = require_parts("tokens", tokens, row_format, quantised=True) if given else [tokens]
+    parts = parts_of_tokens(tokens, row_format)
     for name, part in zip(("tokens", "scales", "row_scales"), parts):
         require_usable(group, name, part)
-    tokens, scales, row_scales = [part.detach() if given else part for part in parts] + (3 - len(parts)) * [None]
+    if with_wide and (row_format is None or row_format.wire_only or len(parts) > 1):
+        refuse("with_wide is True; it is for a format that quantises wide rows, which arrive quantised")
+    sidecar = as_bytes(group, sidecar, parts[0])
+    if row_format is None:
+        return tokens, None if sidecar is None else More(sidecar)
     if row_format.encode_scale is not None:
         require_usable(group, "encode_scale", row_format.encode_scale)
-    if not given and tokens.dtype in _QUANTISED:
-        refuse(f"tokens is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
-    if not given and not row_format.wire_only and not with_wide and records(tokens):
+    if len(parts) > 1:
+        parts = [part.detach() for part in parts]
+    elif not row_format.wire_only and not with_wide and records(tokens):
         refuse(
             f"tokens requires a gradient, which PyTorch would cast to {row_format.dtype}, the dtype of the rows that arrive: give "
             "with_wide=True, and use the tensor that it returns for the rows' gradient; or give tokens.detach()"
         )
-    sidecar = as_bytes(group, sidecar, tokens)
-    num_parts = 1 if row_format.wire_only else row_format.num_parts
-    made = More(sidecar, row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale, with_wide, num_parts)
-    return tokens, made
+    tokens, scales, row_scales = parts + (3 - len(parts)) * [None]
+    in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
+    return tokens, More(sidecar, *in_format, with_wide, row_format.num_recv_parts)
 
 
 def received(results, topk_weights, sidecar, more):
-    """What a dispatch returns to its caller, of (recv_tokens, recv_weights, ...) as More.outputs() has them."""
+    """What a dispatch returns to its caller, of (recv_tokens, recv_weights, ...) as Operator.run() has them."""
     if more is None:
         rows, weights = results
         return rows, None if topk_weights is None else weights
@@ -132,7 +124,7 @@ def received(results, topk_weights, sidecar, more):
     returned, first = [], 0  # scales begin at `first`
     if sidecar is not None:
         returned, first = [rest[0].view(sidecar.dtype)], 1
-    if more.is_quantised:
+    if more.num_parts > 1:
         rows = (rows, *rest[first : first + more.num_parts - 1])
     if more.with_wide:
         returned.append(rest[-1])

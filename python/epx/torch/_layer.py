@@ -12,8 +12,7 @@ import torch
 from .. import _moe_structs
 from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._moe_structs import Weighting
-from .._structs import Status
-from .._tensors import CODES
+from .._structs import DTYPES, Status
 from .._values import member, refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Router
@@ -116,7 +115,7 @@ class _BlockConfig:
         self.struct.router, self.struct.ffn = ctypes.pointer(self._router), ctypes.pointer(self._ffn)
         set_fields(
             self.struct,
-            dtype=CODES[_DTYPES[dtype]],
+            dtype=DTYPES[_DTYPES[dtype]],
             weighting=member(Weighting, weighting, "weighting"),
             alignment=alignment,
             recompute=bool(recompute),

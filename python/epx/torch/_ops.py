@@ -15,15 +15,14 @@ from .._formats import RowFormat
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import fake_format, grads_of_rows, mark, received, split
+from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._sidecars import new_sidecar
 
-_prepare_dispatch, _prepare_dispatch_sidecar = ops.prepare_dispatch.default, ops.prepare_dispatch_sidecar.default
-_dispatch_sidecar, _dispatch_format = ops.dispatch_sidecar.default, ops.dispatch_format.default
-_prepare_dispatch_format = ops.prepare_dispatch_format.default
-_prepare, _dispatch, _combine = ops.prepare.default, ops.dispatch.default, ops.combine.default
+_DISPATCH = Operator("dispatch", tokens=1, rows=0, weights=1)
+_PREPARE_DISPATCH = Operator("prepare_dispatch", tokens=0, rows=2, weights=3)
+_prepare, _combine = ops.prepare.default, ops.combine.default
 _dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
 _WEIGHTS_INPUT = 4  # topk_weights among the arguments of the functions that dispatch
 _COUNTS_DTYPES = (torch.int32, torch.int64)
@@ -161,14 +160,14 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
         ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(handle_mem)
-        outputs = _run_dispatch(more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
-        mark(ctx, more, outputs, 0, 1)
+        outputs = _DISPATCH.run(more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
+        _DISPATCH.mark(ctx, more, outputs)
         return outputs
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *grads):
-        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 0, 1))
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *_DISPATCH.grads(ctx, grads))
         return None, None, None, grad_tokens if ctx.has_rows_gradient else None, grad_weights, *4 * [None]
 
 
@@ -194,39 +193,19 @@ class _DispatchInto(torch.autograd.Function):
 class _PrepareDispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
-        outputs = _run_prepare_dispatch(
+        outputs = _PREPARE_DISPATCH.run(
             more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
-        mark(ctx, more, outputs, 2, 3)
+        _PREPARE_DISPATCH.mark(ctx, more, outputs)
         return outputs
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *grads):
-        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 2, 3))
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *_PREPARE_DISPATCH.grads(ctx, grads))
         return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, *4 * [None]
-
-
-def _run_dispatch(more, number, handle_mem, tokens, *args):
-    if more is None:
-        return call(number, _dispatch, number, handle_mem, tokens, *args)
-
-    def run(op, *args):
-        return call(number, op, number, handle_mem, tokens, *args)
-
-    return more.outputs(more.call(run, _dispatch_sidecar, _dispatch_format, *args), tokens, 0)
-
-
-def _run_prepare_dispatch(more, number, tokens, *args):
-    if more is None:
-        return call(number, _prepare_dispatch, number, tokens, *args)
-
-    def run(op, *args):
-        return call(number, op, number, tokens, *args)
-
-    return more.outputs(more.call(run, _prepare_dispatch_sidecar, _prepare_dispatch_format, *args), tokens, 2)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -365,7 +344,7 @@ def prepare_dispatch(
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
     args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
-    run = _PrepareDispatch.apply if _records(tokens, topk_weights) else _run_prepare_dispatch
+    run = _PrepareDispatch.apply if _records(tokens, topk_weights) else _PREPARE_DISPATCH.run
     handle_mem, results, *rows = run(more, *args)
     plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], handle_mem, results)
     return plan, *received(rows, topk_weights, sidecar, more)
@@ -385,8 +364,8 @@ def dispatch(
 ) -> tuple:
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
-    tokens: [T, H] float32, float16 or bfloat16; or of few bits, which are copied.  topk_weights: [T, K] float32, or None on all
-    ranks.
+    tokens: [T, H] float32, float16 or bfloat16; or of 8 or 4 bits, which are copied.  topk_weights: [T, K] float32, or None on
+    all ranks.
     num_rows: N. Without it plan.num_rows, for which a GPU is waited for; torch.compile and CUDA graphs need a number that does
     not depend on the routing, group.max_recv_tokens_per_rank at most.
     recv_tokens: [N, H] to be written instead of a new tensor, in memory from group.empty() for instance; it requires no
@@ -395,13 +374,13 @@ def dispatch(
     on all ranks, at most group.max_sidecar_bytes; or None on all ranks. It has no gradient.
     format: an epx.RowFormat, or None on all ranks. With one the rows travel in 8 or 4 bits; tokens, recv_tokens or both are
     tuples (rows, scales), with NV (rows, scales, row_scales), as it says. Rows are float8_e4m3fn, float8_e5m2, or
-    float4_e2m1fn_x2 [..., H / 2]. recv_tokens is then always a new one. Rows that come quantised have no gradient, and that of
-    wide rows is the one that dispatch has without a format.  with_wide: where wide rows arrive quantised, also returns a tensor
-    [N, H] of tokens' dtype that stands for the rows: give it to the autograd.Function that computes with them, which returns
-    their gradient for it. It has no memory of its own, and its elements are 0.
+    float4_e2m1fn_x2 [..., H / 2]. recv_tokens cannot be given. Rows that come quantised have no gradient, and that of wide rows
+    is the one that dispatch has without a format.  with_wide: the same on all ranks; where wide rows arrive quantised, also
+    returns a tensor [N, H] of tokens' dtype that stands for the rows: give it to the autograd.Function that computes with them,
+    which returns their gradient for it. It has one element of memory, and its elements are 0.
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too, and
-    with with_wide, last, the tensor that stands for the rows. Rows behind plan.num_rows hold whatever memory held, and so do those of the gradient that combine's backward returns, whose pads
-    are zero.
+    with with_wide, last, the tensor that stands for the rows. Rows behind plan.num_rows hold whatever memory held, and so do
+    those of the gradient that combine's backward returns, whose pads are zero.
     """
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
@@ -412,9 +391,7 @@ def dispatch(
     records = _records(tokens, topk_weights)
     args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
     if recv_tokens is not None:
-        bytes_ = None if more is None else more.sidecar
-        if format is not None:
-            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
+        bytes_ = None if more is None else more.sidecar_alone()
         require_one_size("num_rows", num_rows, recv_tokens, "N")
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
@@ -429,7 +406,7 @@ def dispatch(
             if torch.compiler.is_compiling():
                 refuse("dispatch needs num_rows under torch.compile: group.max_recv_tokens_per_rank, or a bound that suffices")
             num_rows = plan.num_rows
-        rows = (_Dispatch.apply if records else _run_dispatch)(more, *args, num_rows)
+        rows = (_Dispatch.apply if records else _DISPATCH.run)(more, *args, num_rows)
     return received(rows, topk_weights, sidecar, more)
 
 

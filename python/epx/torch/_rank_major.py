@@ -12,15 +12,14 @@ from torch.autograd.graph import increment_version
 from .._formats import RowFormat
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import fake_format, grads_of_rows, mark, received, split
+from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
 from ._sidecars import new_sidecar
 
-_dispatch, _combine = ops.dispatch_rank_major.default, ops.combine_rank_major.default
-_dispatch_sidecar, _dispatch_into = ops.dispatch_rank_major_sidecar.default, ops.dispatch_rank_major_into.default
-_dispatch_format = ops.dispatch_rank_major_format.default
+_DISPATCH = Operator("dispatch_rank_major", tokens=0, rows=0, weights=3)
+_combine, _dispatch_into = ops.combine_rank_major.default, ops.dispatch_rank_major_into.default
 _dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_rank_major_bwd.default
 
 
@@ -98,15 +97,15 @@ def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, more, number, tokens, topk_idx, topk_weights, max_rows):
-        outputs = _run_dispatch(more, number, tokens, topk_idx, topk_weights, max_rows)
+        outputs = _DISPATCH.run(more, number, tokens, topk_idx, topk_weights, max_rows)
         _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs)
-        mark(ctx, more, outputs, 0, 3)
+        _DISPATCH.mark(ctx, more, outputs)
         return outputs
 
     @staticmethod
     @differentiable_once
     def backward(ctx, *grads):
-        grad_tokens, grad_weights = _dispatch_backward(ctx, *grads_of_rows(ctx, grads, 0, 3))
+        grad_tokens, grad_weights = _dispatch_backward(ctx, *_DISPATCH.grads(ctx, grads))
         return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, None
 
 
@@ -125,16 +124,6 @@ class _DispatchInto(torch.autograd.Function):
     def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
         grad_tokens, grad_weights = _dispatch_backward(ctx, grad_recv, grad_recv_weights)
         return None, None, grad_tokens, None, grad_weights, None
-
-
-def _run_dispatch(more, number, tokens, *args):
-    if more is None:
-        return call(number, _dispatch, number, tokens, *args)
-
-    def run(op, *args):
-        return call(number, op, number, tokens, *args)
-
-    return more.outputs(more.call(run, _dispatch_sidecar, _dispatch_format, *args), tokens, 0)
 
 
 def _run_dispatch_into(sidecar, number, *args):
@@ -213,12 +202,10 @@ def dispatch_rank_major(
     records = _records(tokens, topk_weights)
     args = number, tokens, topk_idx, topk_weights
     if recv_tokens is None:
-        run = _Dispatch.apply if records else _run_dispatch
+        run = _Dispatch.apply if records else _DISPATCH.run
         outputs = run(more, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
     else:
-        bytes_ = None if more is None else more.sidecar
-        if format is not None:
-            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
+        bytes_ = None if more is None else more.sidecar_alone()
         if torch.compiler.is_compiling():
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         require_one_size("max_rows", max_rows, recv_tokens, "M")

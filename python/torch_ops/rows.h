@@ -1,22 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows that travel in a row format: the C API's struct, views of what is sent, and new tensors for what arrives.
+// The rows that a dispatch sends and receives: views of tokens, and new tensors for what arrives, in a row format or without.
 #pragma once
 
-#include <initializer_list>
 #include <optional>
 #include <span>
 #include <vector>
+
+#include <epx/epx.hpp>
 
 #include "calls.h"
 
 namespace epx_torch {
 
-// What a dispatch sends and receives.
 struct Rows {
   epx_tensor sent;
   Tensor recv_tokens;
   epx_tensor received;
 };
+
+// Rows without a format. `lead` is {N} or {P, M}.
+Rows new_rows(const Group& group, const Tensor& tokens, std::span<const int64_t> lead);
+
+// Has a sidecar travel with the rows. Returns what becomes of it: no elements where there is none.
+Tensor attach(const Group& group, Rows& rows, const std::optional<Tensor>& sidecar);
 
 // The arguments of an operator with a format. `fields` are scaling, dtype, dtype of scales, scale_layout and wire_only, as
 // epx.RowFormat has them.
@@ -28,25 +34,24 @@ struct FormatInputs {
   const std::optional<Tensor>& encode_scale;
 };
 
-// Points into itself, so it stays where it is.
+// Rows with a format, which points into this object.
 class FormatRows : public Rows {
 public:
-  // lead: {N} or {P, M}.
   FormatRows(const Group& group, const Tensor& tokens, std::span<const int64_t> lead, const FormatInputs& inputs);
   FormatRows(const FormatRows&) = delete;
   FormatRows& operator=(const FormatRows&) = delete;
 
-  const epx_row_format* format() const { return &format_; }
+  const epx_row_format* format() const { return &c_format_; }
 
   // A tensor of no elements stands for one that does not arrive.
   Tensor recv_scales, recv_row_scales;
 
 private:
-  void view_scales(const Group& group, const FormatInputs& inputs);
-  void make_recv_scales(const Group& group, std::span<const int64_t> lead, epx_dtype dtype);
+  void view_scales(const Group& group, const FormatInputs& inputs, ScalarType scale_dtype);
+  void make_recv_scales(const Group& group, std::span<const int64_t> lead, ScalarType scale_dtype);
 
-  epx_row_format format_ = {};
-  epx_tensor scales_ = {}, row_scales_ = {}, encode_scale_ = {}, recv_scales_ = {}, recv_row_scales_ = {};
+  epx::RowFormat format_;
+  epx_row_format c_format_ = {};
 };
 
 } // namespace epx_torch
