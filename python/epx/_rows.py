@@ -44,7 +44,7 @@ class Rows:
         scales = self._view_tokens(name, parts, num_tokens)
         hidden = self.sent.sizes[1]
         shapes = [(*lead, hidden)] if row_format is None else row_format.recv_shapes(lead, hidden)
-        dtypes = [tokens.dtype]
+        dtypes = [parts[0].dtype]
         if row_format is not None and not row_format.wire_only:
             dtypes = _element_dtype(row_format), dtype_of(row_format.recv_scales_dtype), _FLOAT32
         if recv_tokens is None:

@@ -254,43 +254,45 @@ class Group(GroupBase):
         self.require_host()
         require_kind("plan", plan, Plan)
         rows = tensor("expert_out", expert_out, (None, None))
-        weights = self._row_weights("recv_weights", recv_weights, expert_out)
+        weights = self._row_weights("recv_weights", recv_weights, len(expert_out))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[1]), expert_out.dtype)
         self._call("combine", plan, rows, weights, output("out", out))
         return out
 
-    def combine_bwd(
-        self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None
-    ) -> tuple[numpy.ndarray, numpy.ndarray | None]:
+    def combine_bwd(self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None, format=None) -> tuple:
         """The gradients of combine(). Collective.
 
-        grad_out: [T, H] float32, float16 or bfloat16.  recv_weights: [N] float32, as combine had them.  expert_out: [N, H],
-        when the gradient of recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights, else plan.num_rows.
+        grad_out: [T, H] float32, float16 or bfloat16.  recv_weights: [N] float32, as combine had them.  expert_out: [N, H] of
+        grad_out's dtype, when the gradient of recv_weights is wanted.  num_rows: N; default: that of expert_out or recv_weights,
+        else plan.num_rows.  format: a RowFormat, or None on all ranks: grad_out is then what tokens is in dispatch(),
+        grad_expert_out what recv_tokens is, and expert_out float32, float16 or bfloat16. Where rows arrive quantised, scales are
+        multiplied by recv_weights, which BLOCK128 alone takes.
         Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
         """
         self.require_host()
         require_kind("plan", plan, Plan)
-        grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
         if num_rows is None:
             name, given = ("expert_out", expert_out) if expert_out is not None else ("recv_weights", recv_weights)
             num_rows = plan.num_rows if given is None else tensor(name, given).sizes[0]
-        grad_expert_out = numpy.empty((count("num_rows", num_rows), grad_out.shape[1]), grad_out.dtype)
-        grad_weights = None
-        rows = None
+        num_rows = count("num_rows", num_rows)
+        grads = self._rows(grad_out, plan.num_tokens, (num_rows,), format, numpy.empty, name="grad_out")
+        grad_weights = rows = None
         if expert_out is not None:
-            rows = tensor("expert_out", expert_out, grad_expert_out.shape, (grad_out.dtype,))
+            dtypes = (grad_out.dtype,) if format is None else None  # with one the library tells which it takes
+            rows = tensor("expert_out", expert_out, (num_rows, grads.sent.sizes[1]), dtypes)
             grad_weights = numpy.empty(num_rows, _FLOAT32)
         self._call(
             "combine_bwd",
             plan,
-            grad,
+            grads.sent,
             rows,
-            self._row_weights("recv_weights", recv_weights, grad_expert_out),
-            tensor("grad_expert_out", grad_expert_out),
+            self._row_weights("recv_weights", recv_weights, num_rows),
+            grads.received,
             None if grad_weights is None else tensor("grad_recv_weights", grad_weights),
+            more=(grads.format,),
         )
-        return grad_expert_out, grad_weights
+        return grads.recv_tokens, grad_weights
 
     def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of dispatch(). Collective.
@@ -301,7 +303,7 @@ class Group(GroupBase):
         self.require_host()
         require_kind("plan", plan, Plan)
         grad = tensor("grad_recv", grad_recv, (None, None))
-        weights = self._row_weights("grad_recv_weights", grad_recv_weights, grad_recv)
+        weights = self._row_weights("grad_recv_weights", grad_recv_weights, len(grad_recv))
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
         grad_weights = None if weights is None else numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
         self._call(
@@ -374,18 +376,19 @@ class Group(GroupBase):
         self._call("combine_rank_major", plan, rows, output("out", out))
         return out
 
-    def combine_rank_major_bwd(self, plan, grad_out) -> numpy.ndarray:
+    def combine_rank_major_bwd(self, plan, grad_out, *, format=None) -> numpy.ndarray | tuple:
         """The gradient of combine_rank_major(). Collective.
 
-        grad_out: [T, H].
-        Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token.
+        grad_out: [T, H] float32, float16 or bfloat16.  format: as in combine_bwd(), without scales in tiles.
+        Returns grad_expert_out [P, M, H]: for each row its token's gradient; zero in rows that hold no token. What arrives
+        quantised is a tuple, as in dispatch_rank_major().
         """
         self.require_host()
         require_kind("plan", plan, RankMajorPlan)
-        grad = tensor("grad_out", grad_out, (plan.num_tokens, None))
-        grad_expert_out = numpy.zeros((self.num_ranks, plan.max_rows, grad_out.shape[1]), grad_out.dtype)
-        self._call("combine_rank_major_bwd", plan, grad, tensor("grad_expert_out", grad_expert_out))
-        return grad_expert_out
+        lead = self.num_ranks, plan.max_rows
+        grads = self._rows(grad_out, plan.num_tokens, lead, format, numpy.zeros, name="grad_out")
+        self._call("combine_rank_major_bwd", plan, grads.sent, grads.received, more=(grads.format,))
+        return grads.recv_tokens
 
     def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
         """The gradients of dispatch_rank_major(). Collective; not in a group of combine_precision "exact".
@@ -458,8 +461,8 @@ class Group(GroupBase):
         return tensor("topk_weights", topk_weights, (plan.num_tokens, plan.top_k), (_FLOAT32,))
 
     @staticmethod
-    def _row_weights(name, weights, rows):
-        return None if weights is None else tensor(name, weights, (len(rows),), (_FLOAT32,))
+    def _row_weights(name, weights, num_rows):
+        return None if weights is None else tensor(name, weights, (num_rows,), (_FLOAT32,))
 
     def _layer(self, top_k, alignment):
         layer = self._layers.get((top_k, alignment))

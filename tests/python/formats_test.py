@@ -57,6 +57,13 @@ def quantised_by_caller(row_format, parts):
     )
 
 
+def both_ways(row_format, data, parts):
+    """Wide rows, and where nothing but them says how they are scaled, the same rows quantised by the caller."""
+    yield data.tokens[RANK]
+    if row_format.encode_scale is None:
+        yield quantised_by_caller(row_format, [part[RANK] for part in parts])
+
+
 class Formats(unittest.TestCase):
     def compare(self, row_format, received, wanted, num_rows):
         """A tuple that has arrived with the parts [N, ...] that should have."""
@@ -88,11 +95,8 @@ class Formats(unittest.TestCase):
         parts = data.parts(row_format)
         wanted = [exchange.scatter(part)[RANK] for part in parts]
         num_rows = len(wanted[0])
-        inputs = [data.tokens[RANK]]
-        if row_format.encode_scale is None:
-            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in parts]))
         for call in self.calls(group, data.idx[RANK], alignment):
-            for tokens in inputs:
+            for tokens in both_ways(row_format, data, parts):
                 _, received, weights = call(tokens, data.weights[RANK], format=row_format)
                 self.compare(row_format, received, wanted, num_rows)
                 numpy.testing.assert_array_equal(weights, exchange.scatter_weights(data.weights)[RANK])
@@ -103,10 +107,7 @@ class Formats(unittest.TestCase):
         parts = data.parts(row_format)
         wanted = [exchange.scatter(part)[RANK] for part in parts]
         wanted = [part.reshape(RANKS * 16, *part.shape[2:]) for part in wanted]
-        inputs = [data.tokens[RANK]]
-        if row_format.encode_scale is None:
-            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in parts]))
-        for tokens in inputs:
+        for tokens in both_ways(row_format, data, parts):
             _, received, _ = group.dispatch_rank_major(tokens, data.idx[RANK], data.weights[RANK], format=row_format)
             self.assertEqual(received[0].shape[:2], (RANKS, 16))
             if row_format.scale_layout == epx.ScaleLayout.ROWS:
@@ -174,7 +175,46 @@ class Formats(unittest.TestCase):
                 self.compare(row_format, received, wanted, plan.num_rows)
             group.check()
 
-    def test_5_without_a_format_rows_of_8_bits_are_copied(self):
+    def test_5_combine_bwd(self):
+        with make_group() as group:
+            data = Data(numpy.float32, 5)
+            exchange, rank_major = reference.Exchange(data.idx, EXPERTS), reference.RankMajorExchange(data.idx, EXPERTS, 16)
+            weights = exchange.scatter_weights(data.weights)
+            generator = numpy.random.default_rng(5)
+            expert_out = [generator.standard_normal((len(each), HIDDEN)).astype(numpy.float16) for each in weights]
+            plan = group.prepare(data.idx[RANK])
+            rank_major_plan, *_ = group.dispatch_rank_major(data.tokens[RANK], data.idx[RANK])
+            for row_format in format_model.formats():
+                parts = data.parts(row_format)
+                wanted = [exchange.scatter(part)[RANK] for part in parts]
+                there = [format_model.round_trip(row_format, tokens) for tokens in data.tokens]
+                products = exchange.row_products(there, expert_out)[RANK]
+                num_rows = len(products)
+                row_weights = None
+                if row_format.scaling == epx.Scaling.BLOCK128:
+                    row_weights = weights[RANK]
+                    wanted[1] = wanted[1] * row_weights[:, None]
+                for grad_out in both_ways(row_format, data, parts):
+                    with self.subTest(format=row_format, quantised=isinstance(grad_out, tuple)):
+                        grads, grad_weights = group.combine_bwd(
+                            plan, grad_out, expert_out[RANK], row_weights, format=row_format
+                        )
+                        self.compare(row_format, grads, wanted, num_rows)
+                        numpy.testing.assert_allclose(grad_weights, products, rtol=1e-5, atol=1e-4)
+                        grads = group.combine_rank_major_bwd(rank_major_plan, grad_out, format=row_format)
+                        kept = [rank_major.scatter(part)[RANK] for part in parts]
+                        kept = [part.reshape(RANKS * 16, *part.shape[2:]) for part in kept]
+                        self.compare(row_format, grads, kept, RANKS * 16)
+                on_wire = dataclasses.replace(row_format, wire_only=True)
+                with self.subTest(format=on_wire):
+                    grads, none = group.combine_bwd(plan, data.tokens[RANK], None, weights[RANK], format=on_wire)
+                    self.assertIsNone(none)
+                    numpy.testing.assert_array_equal(grads, exchange.scatter(there)[RANK] * weights[RANK][:, None])
+                    grads = group.combine_rank_major_bwd(rank_major_plan, data.tokens[RANK], format=on_wire)
+                    numpy.testing.assert_array_equal(grads, rank_major.scatter(there)[RANK])
+            group.check()
+
+    def test_6_without_a_format_rows_of_8_bits_are_copied(self):
         with make_group(max_token_dtype="float8_e4m3fn") as group:
             self.assertEqual(group.max_token_dtype, "float8_e4m3fn")
             for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
@@ -186,7 +226,7 @@ class Formats(unittest.TestCase):
                 numpy.testing.assert_array_equal(bits(received), bits(wanted))
             group.check()
 
-    def test_6_refusals(self):
+    def test_7_refusals(self):
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
         with make_group() as group:
@@ -196,6 +236,7 @@ class Formats(unittest.TestCase):
             codes = x.astype(ml_dtypes.float8_e4m3fn)
             scales = numpy.ones((len(x), 2), numpy.float32)
             rows, _ = group.dispatch(plan, x, format=block)
+            rank_major_plan, *_ = group.dispatch_rank_major(x, idx)
             for words, call in {
                 "scaling is 'fp8'; it must be one of 'block128', 'block128_pow2', 'mx', 'nv'": lambda: epx.RowFormat("fp8"),
                 "dtype is 'float8_e4m3'; it must be one of": lambda: epx.RowFormat("mx", dtype=ml_dtypes.float8_e4m3),
@@ -220,6 +261,9 @@ class Formats(unittest.TestCase):
                 "scales has shape": lambda: group.dispatch(plan, (codes, scales[:, :1].copy()), format=block),
                 "scales is float64; it must be float32": lambda: group.dispatch(plan, (codes, scales.astype(float)), format=block),
                 "rows have H = 33; it must be even": lambda: group.dispatch(plan, x[:, :33].copy(), format=nv),
+                "rows have H = 35; it must be even": lambda: group.dispatch(
+                    plan, x[:, :35].copy(), format=dataclasses.replace(nv, wire_only=True)
+                ),
                 "recv_tokens is numpy.ndarray; with scaling block128 it must be a tuple (rows, scales)": lambda: group.dispatch(
                     plan, x, recv_tokens=rows[0], format=block
                 ),
@@ -232,7 +276,17 @@ class Formats(unittest.TestCase):
                 "encode_scale has shape [2]": lambda: group.dispatch(
                     plan, x, format=epx.RowFormat("nv", encode_scale=numpy.ones(2, numpy.float32))
                 ),
+                "grad_out is float8_e4m3fn without scales": lambda: group.combine_bwd(plan, codes, format=block),
+                "grad_out is a tuple; this call takes an array, since it has no format": lambda: group.combine_bwd(
+                    plan, (codes, scales)
+                ),
+                "grad_out is a tuple of 2; with scaling nv": lambda: group.combine_rank_major_bwd(
+                    rank_major_plan, (codes, scales), format=nv
+                ),
                 # The library's own sentences.
+                "recv_weights is given": lambda: group.combine_bwd(
+                    plan, x, None, numpy.ones(plan.num_rows, numpy.float32), format=epx.RowFormat("mx")
+                ),
                 "with scaling block128 it must be float8_e4m3": lambda: group.dispatch(
                     plan, x, format=epx.RowFormat("block128", dtype="float8_e5m2")
                 ),
@@ -256,7 +310,7 @@ class Formats(unittest.TestCase):
                 group.dispatch(plan, x, format=wire)  # which makes no array of 8 bits
             group.check()
 
-    def test_7_ranks_agree(self):
+    def test_8_ranks_agree(self):
         if RANKS == 1:
             self.skipTest("needs a peer")
         group = make_group()
