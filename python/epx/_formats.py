@@ -159,12 +159,18 @@ def parts_of(name, value, row_format, quantised):
     return list(value)
 
 
-def parts_of_tokens(tokens, row_format, name="tokens"):
-    """The arrays that the rows of a call are: one of wide rows, or those of rows that come quantised. Checks the format."""
+def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
+    """The arrays that the rows of a call are: one of wide rows, or those of rows that come quantised. Checks the format and
+    with_wide."""
+    require_kind("with_wide", with_wide, bool)
+    if row_format is not None:
+        require_kind("format", row_format, RowFormat)
+    quantised = row_format is not None and isinstance(tokens, tuple) and not row_format.wire_only
+    parts = parts_of(name, tokens, row_format, quantised)
+    if with_wide and (quantised or row_format is None or row_format.wire_only):
+        refuse("with_wide is True; it is for a format that quantises wide rows, which arrive quantised")
     if row_format is None:
-        return parts_of(name, tokens, None, quantised=False)
-    require_kind("format", row_format, RowFormat)
-    parts = parts_of(name, tokens, row_format, isinstance(tokens, tuple) and not row_format.wire_only)
+        return parts
     if len(parts) == 1 and _dtype_name(getattr(tokens, "dtype", None)) in ELEMENTS:
         refuse(f"{name} is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
     return parts

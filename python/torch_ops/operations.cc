@@ -208,9 +208,11 @@ Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, c
   return out;
 }
 
+// `format` says how the wire alone is quantised; empty: not at all.
 tuple<Tensor, Tensor> combine_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out,
                                   const optional<Tensor>& expert_out, const optional<Tensor>& recv_weights, int64_t top_k,
-                                  int64_t alignment, int64_t num_rows) {
+                                  int64_t alignment, int64_t num_rows, const std::vector<int64_t>& format,
+                                  double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_combine_bwd_args>(*group, top_k, alignment, handle_mem);
   const epx_tensor grad = view_rows("grad_out", grad_out, *group);
@@ -230,6 +232,8 @@ tuple<Tensor, Tensor> combine_bwd(int64_t id, const Tensor& handle_mem, const Te
     weights = view_weights("recv_weights", *recv_weights, *group, num_rows);
     args.recv_weights = &weights;
   }
+  const epx_row_format on_wire = format_of(format, amax_floor).get();
+  if (on_wire.scaling != EPX_SCALING_NONE) args.format = &on_wire;
   throw_if_failed(epx_combine_bwd(group->group, &args));
   return outputs;
 }
@@ -285,7 +289,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
               "SymInt num_tokens) -> Tensor");
   library.def(
       "combine_bwd(int group, Tensor handle_mem, Tensor grad_out, Tensor? expert_out, Tensor? recv_weights, int top_k, "
-      "int alignment, SymInt num_rows) -> (Tensor, Tensor)");
+      "int alignment, SymInt num_rows, int[] format=[], float amax_floor=0) -> (Tensor, Tensor)");
   library.def(
       "dispatch_bwd(int group, Tensor handle_mem, Tensor grad_recv, Tensor? grad_recv_weights, int top_k, int alignment, "
       "SymInt num_tokens) -> (Tensor, Tensor)");

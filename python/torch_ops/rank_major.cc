@@ -120,8 +120,9 @@ Tensor combine_rank_major(int64_t id, const Tensor& handle_mem, const Tensor& ex
   return out;
 }
 
-Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out, int64_t top_k,
-                              int64_t max_rows) {
+// `format` is as in combine_bwd.
+Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out, int64_t top_k, int64_t max_rows,
+                              const std::vector<int64_t>& format, double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_combine_rank_major_bwd_args>(*group, top_k, kNoAlignment, handle_mem);
   const epx_tensor grad = view_rows("grad_out", grad_out, *group);
@@ -129,6 +130,8 @@ Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor
   const epx_tensor grad_rows = view_of_new(rows);
   args.grad_out = &grad;
   args.grad_expert_out = &grad_rows;
+  const epx_row_format on_wire = format_of(format, amax_floor).get();
+  if (on_wire.scaling != EPX_SCALING_NONE) args.format = &on_wire;
   throw_if_failed(epx_combine_rank_major_bwd(group->group, &args));
   return rows;
 }
@@ -173,8 +176,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens) -> Tensor");
-  library.def(
-      "combine_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_out, int top_k, SymInt max_rows) -> Tensor");
+  library.def("combine_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_out, int top_k, SymInt max_rows, int[] "
+              "format=[], float amax_floor=0) -> Tensor");
   library.def("dispatch_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_recv, Tensor? grad_recv_weights, "
               "int top_k, SymInt num_tokens) -> (Tensor, Tensor)");
 }

@@ -6,6 +6,10 @@ namespace {
 
 enum Field : size_t { kScaling, kDtype, kScaleDtype, kScaleLayout, kWireOnly, kNumFields };
 
+int32_t field(const std::vector<int64_t>& fields, Field which) {
+  return to_int32("a field of format", fields[which]);
+}
+
 int64_t product(std::span<const int64_t> sizes) {
   int64_t result = 1;
   for (const int64_t size : sizes)
@@ -45,17 +49,23 @@ Tensor attach(const Group& group, Rows& rows, const std::optional<Tensor>& sidec
   return recv_sidecar;
 }
 
+epx::RowFormat format_of(const std::vector<int64_t>& fields, double amax_floor) {
+  epx::RowFormat format;
+  if (fields.empty()) return format;
+  if (fields.size() != kNumFields) refuse("format has ", fields.size(), " fields; it must have ", size_t{kNumFields});
+  format.scaling = static_cast<epx_scaling>(field(fields, kScaling));
+  format.dtype = static_cast<epx_dtype>(field(fields, kDtype));
+  format.amax_floor = static_cast<float>(amax_floor);
+  format.scale_layout = static_cast<epx_scale_layout>(field(fields, kScaleLayout));
+  return format;
+}
+
 FormatRows::FormatRows(const Group& group, const Tensor& tokens, std::span<const int64_t> lead, const FormatInputs& inputs)
-    : Rows{{}, nothing(group), {}}, recv_scales(nothing(group)), recv_row_scales(nothing(group)) {
-  if (inputs.fields.size() != kNumFields)
-    refuse("format has ", inputs.fields.size(), " fields; it must have ", size_t{kNumFields});
-  const auto field = [&inputs](Field which) { return to_int32("a field of format", inputs.fields[which]); };
-  format_.scaling = static_cast<epx_scaling>(field(kScaling));
-  format_.dtype = static_cast<epx_dtype>(field(kDtype));
-  format_.amax_floor = static_cast<float>(inputs.amax_floor);
-  format_.scale_layout = static_cast<epx_scale_layout>(field(kScaleLayout));
+    : Rows{{}, nothing(group), {}}, recv_scales(nothing(group)), recv_row_scales(nothing(group)),
+      format_(format_of(inputs.fields, inputs.amax_floor)) {
+  if (!format_) refuse("format has no scaling");
   const ScalarType elements = scalar_type("format", format_.dtype);
-  const ScalarType scale_dtype = scalar_type("format", static_cast<epx_dtype>(field(kScaleDtype)));
+  const ScalarType scale_dtype = scalar_type("format", static_cast<epx_dtype>(field(inputs.fields, kScaleDtype)));
 
   sent = inputs.scales ? view("tokens", tokens, group.place, {kAnySize, kAnySize}, {elements})
                        : view_rows("tokens", tokens, group);
@@ -63,7 +73,7 @@ FormatRows::FormatRows(const Group& group, const Tensor& tokens, std::span<const
   if (hidden % per_byte != 0)
     refuse("rows have H = ", hidden, "; it must be even, since a byte has two elements of float4_e2m1fn");
   view_scales(group, inputs, scale_dtype);
-  if (field(kWireOnly) != 0) {
+  if (field(inputs.fields, kWireOnly) != 0) {
     recv_tokens = new_tensor(group.place, joined(lead, hidden), tokens.scalar_type());
   } else {
     recv_tokens = new_tensor(group.place, joined(lead, hidden / per_byte), elements);

@@ -24,8 +24,11 @@ Rows new_rows(const Group& group, const Tensor& tokens, std::span<const int64_t>
 // Has a sidecar travel with the rows. Returns what becomes of it: no elements where there is none.
 Tensor attach(const Group& group, Rows& rows, const std::optional<Tensor>& sidecar);
 
-// The arguments of an operator with a format. `fields` are scaling, dtype, dtype of scales, scale_layout and wire_only, as
-// epx.RowFormat has them.
+// A format without tensors. `fields` are scaling, dtype, dtype of scales, scale_layout and wire_only, as epx.RowFormat has them,
+// or none: that has no scaling.
+epx::RowFormat format_of(const std::vector<int64_t>& fields, double amax_floor);
+
+// The arguments of an operator with a format.
 struct FormatInputs {
   const std::vector<int64_t>& fields;
   double amax_floor;

@@ -265,7 +265,39 @@ class Formats(unittest.TestCase):
                         self.assertEqual([each for each in graphs.forward[0] if each != "prepare"], [name, name])
             group.check()
 
-    def test_6_without_a_format(self):
+    def test_6_gradients_of_combine(self):
+        """They are those of out's gradient as it has been on the wire."""
+        with make_group() as group:
+            data = Data(torch.float32, 8)
+            idx, grad_out, weights = data.own
+            tokens = torch.ones_like(grad_out)
+            for row_format in format_model.formats(wire_only=True):
+                if row_format.encode_scale is not None:
+                    continue  # refused
+                there = on_device(torch.tensor(format_model.round_trip(row_format, data.tokens[RANK])))
+                for call in calls(group, idx, weights):
+                    plan, rows, row_weights = call(tokens)
+                    leaves = [torch.ones_like(rows).requires_grad_(), row_weights.requires_grad_()]
+
+                    def program(expert_out, row_weights, **options):
+                        if isinstance(plan, epx.torch.RankMajorPlan):
+                            summed = expert_out * row_weights.sum(-1, keepdim=True)
+                            return epx.torch.combine_rank_major(plan, summed, **options)
+                        return epx.torch.combine(plan, expert_out, row_weights, **options)
+
+                    used = in_use(plan)
+                    with self.subTest(format=row_format, call=call.__name__):
+                        wanted = torch.autograd.grad(program(*leaves), leaves, there)
+                        self.assertFalse(len(grad_out) and torch.equal(there, grad_out))
+                        for each in (program, compiled(program)) if row_format.scaling == epx.Scaling.BLOCK128 else (program,):
+                            found = torch.autograd.grad(each(*leaves, grad_format=row_format), leaves, grad_out)
+                            rows = [[part.flatten(0, part.dim() - 2)[used] for part in grads[:1]] for grads in (found, wanted)]
+                            torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
+                            kept = [grads[1].flatten(0, -2 if grads[1].dim() > 1 else -1)[used] for grads in (found, wanted)]
+                            torch.testing.assert_close(kept[0], kept[1], rtol=1e-6, atol=1e-6)
+            group.check()
+
+    def test_7_without_a_format(self):
         """The operators are those of before, and rows of few bits are copied."""
         with make_group() as group:
             data = Data(torch.float32, 6)
@@ -281,7 +313,7 @@ class Formats(unittest.TestCase):
                 numpy.testing.assert_array_equal(as_numpy(rows), wanted_rows(plan, data, codes))
             group.check()
 
-    def test_7_refusals(self):
+    def test_8_refusals(self):
         """The sentences are those of numpy arrays, but for what tensors alone have."""
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
@@ -319,6 +351,13 @@ class Formats(unittest.TestCase):
                 ),
                 "encode_scale has shape": lambda: dispatch(
                     plan, x, format=epx.RowFormat("nv", encode_scale=on_device(torch.ones(2)))
+                ),
+                "grad_format is str; this call takes epx.RowFormat": lambda: epx.torch.combine(plan, rows, grad_format="mx"),
+                "grad_format has wire_only False; it must be True": lambda: epx.torch.combine(plan, rows, grad_format=block),
+                "grad_format has an encode_scale; it must be None": lambda: epx.torch.combine_rank_major(
+                    rank_major(group, x, idx)[0],
+                    x,
+                    grad_format=epx.RowFormat("nv", wire_only=True, encode_scale=on_device(torch.ones(1))),
                 ),
                 "with scaling mx it must be float8_e8m0": lambda: dispatch(
                     plan, x, format=epx.RowFormat("mx", scale_dtype="float32")

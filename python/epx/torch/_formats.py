@@ -8,7 +8,7 @@ import typing
 
 import torch
 
-from .._formats import format_of, parts_of_tokens
+from .._formats import RowFormat, format_of, parts_of_tokens
 from .._values import refuse, require_kind
 from ._group import call, require_usable
 from ._library import new_tensor, ops
@@ -92,12 +92,9 @@ class Operator:
 
 def split(group, tokens, sidecar, row_format, with_wide, records):
     """The tensor of tokens, and More or None. records: a function that tells whether autograd records a call on a tensor."""
-    require_kind("with_wide", with_wide, bool)
-    parts = parts_of_tokens(tokens, row_format)
+    parts = parts_of_tokens(tokens, row_format, with_wide=with_wide)
     for name, part in zip(("tokens", "scales", "row_scales"), parts):
         require_usable(group, name, part)
-    if with_wide and (row_format is None or row_format.wire_only or len(parts) > 1):
-        refuse("with_wide is True; it is for a format that quantises wide rows, which arrive quantised")
     sidecar = as_bytes(group, sidecar, parts[0])
     if row_format is None:
         return tokens, None if sidecar is None else More(sidecar)
@@ -113,6 +110,18 @@ def split(group, tokens, sidecar, row_format, with_wide, records):
     tokens, scales, row_scales = parts + (3 - len(parts)) * [None]
     in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
     return tokens, More(sidecar, *in_format, with_wide, row_format.num_recv_parts)
+
+
+def of_gradients(grad_format):
+    """What a backward of combine takes of a format: codes and amax_floor; no codes for None."""
+    if grad_format is None:
+        return [], 0.0
+    require_kind("grad_format", grad_format, RowFormat)
+    if not grad_format.wire_only:
+        refuse("grad_format has wire_only False; it must be True, since gradients arrive in the dtype of expert_out")
+    if grad_format.encode_scale is not None:
+        refuse("grad_format has an encode_scale; it must be None, since gradients are not known before the backward")
+    return list(grad_format.codes), grad_format.amax_floor
 
 
 def received(results, topk_weights, sidecar, more):

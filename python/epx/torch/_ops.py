@@ -15,7 +15,7 @@ from .._formats import RowFormat
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import Operator, fake_format, received, split
+from ._formats import Operator, fake_format, of_gradients, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._sidecars import new_sidecar
@@ -144,7 +144,7 @@ def _(group, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens)
 
 
 @torch.library.register_fake("epx::combine_bwd")
-def _(group, handle_mem, grad_out, expert_out, recv_weights, top_k, alignment, num_rows):
+def _(group, handle_mem, grad_out, expert_out, recv_weights, top_k, alignment, num_rows, format=(), amax_floor=0.0):
     weights = 0 if expert_out is None else num_rows
     return new_tensor(grad_out, num_rows, grad_out.shape[1]), new_tensor(grad_out, weights, dtype=torch.float32)
 
@@ -231,16 +231,16 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
-        ctx.layer = number, top_k, alignment, expert_out.shape[0]
-        wants_weights = recv_weights is not None and ctx.needs_input_grad[3]
+    def forward(ctx, grad_format, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
+        ctx.layer = number, top_k, alignment, expert_out.shape[0], grad_format
+        wants_weights = recv_weights is not None and ctx.needs_input_grad[4]
         ctx.save_for_backward(handle_mem, expert_out if wants_weights else None, recv_weights)
         return call(number, _combine, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out):
-        number, top_k, alignment, num_rows = ctx.layer
+        number, top_k, alignment, num_rows, grad_format = ctx.layer
         handle_mem, expert_out, recv_weights = ctx.saved_tensors
         _refuse_transforms(grad_out)
         grad_rows, grad_weights = call(
@@ -254,8 +254,9 @@ class _Combine(torch.autograd.Function):
             top_k,
             alignment,
             num_rows,
+            *grad_format,
         )
-        return None, None, grad_rows, None if expert_out is None else grad_weights, None, None, None
+        return None, None, None, grad_rows, None if expert_out is None else grad_weights, None, None, None
 
 
 def _refuse_transforms(*tensors):
@@ -410,10 +411,18 @@ def dispatch(
     return received(rows, topk_weights, sidecar, more)
 
 
-def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | None = None) -> torch.Tensor:
+def combine(
+    plan: Plan,
+    expert_out: torch.Tensor,
+    recv_weights: torch.Tensor | None = None,
+    *,
+    grad_format: RowFormat | None = None,
+) -> torch.Tensor:
     """Brings the experts' outputs back. Collective, and so is its backward.
 
     expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
+    grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
+    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
     require_kind("plan", plan, Plan)
@@ -422,8 +431,9 @@ def combine(plan: Plan, expert_out: torch.Tensor, recv_weights: torch.Tensor | N
     if recv_weights is not None:
         require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
+    grad_format = of_gradients(grad_format)
     if _records(expert_out, recv_weights):
-        return _Combine.apply(*args)
+        return _Combine.apply(grad_format, *args)
     return call(number, _combine, *args)
 
 

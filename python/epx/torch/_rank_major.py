@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from .._formats import RowFormat
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import Operator, fake_format, received, split
+from ._formats import Operator, fake_format, of_gradients, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
@@ -84,7 +84,7 @@ def _(group, handle_mem, expert_out, top_k, num_tokens):
 
 
 @torch.library.register_fake("epx::combine_rank_major_bwd")
-def _(group, handle_mem, grad_out, top_k, max_rows):
+def _(group, handle_mem, grad_out, top_k, max_rows, format=(), amax_floor=0.0):
     return new_tensor(grad_out, groups[group].num_ranks, max_rows, grad_out.shape[1])
 
 
@@ -153,19 +153,19 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, number, handle_mem, expert_out, top_k, num_tokens):
-        ctx.layer = number, top_k, expert_out.shape[1]
+    def forward(ctx, grad_format, number, handle_mem, expert_out, top_k, num_tokens):
+        ctx.layer = number, top_k, expert_out.shape[1], grad_format
         ctx.save_for_backward(handle_mem)
         return call(number, _combine, number, handle_mem, expert_out, top_k, num_tokens)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out):
-        number, top_k, max_rows = ctx.layer
+        number, top_k, max_rows, grad_format = ctx.layer
         (handle_mem,) = ctx.saved_tensors
         _refuse_transforms(grad_out)
-        grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows)
-        return None, None, grad_rows, None, None
+        grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows, *grad_format)
+        return None, None, None, grad_rows, None, None
 
 
 def dispatch_rank_major(
@@ -220,19 +220,22 @@ def dispatch_rank_major(
     return plan, *received((rows, weights, *rest), topk_weights, sidecar, more)
 
 
-def combine_rank_major(plan: RankMajorPlan, expert_out: torch.Tensor) -> torch.Tensor:
+def combine_rank_major(
+    plan: RankMajorPlan, expert_out: torch.Tensor, *, grad_format: RowFormat | None = None
+) -> torch.Tensor:
     """Brings the rows back, which the caller has summed over each token's experts of this rank. Collective, and so is its
     backward. Refused in a group of combine_precision "exact".
 
-    expert_out: [P, M, H] float32, float16 or bfloat16.
+    expert_out: [P, M, H] float32, float16 or bfloat16.  grad_format: as in combine().
     Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
     require_kind("plan", plan, RankMajorPlan)
     group, number = plan.group, plan.group.number
     require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
+    grad_format = of_gradients(grad_format)
     if _records(expert_out):
-        return _Combine.apply(*args)
+        return _Combine.apply(grad_format, *args)
     return call(number, _combine, *args)
 
 
