@@ -4,7 +4,9 @@
 //
 // A call's first operand is a token, a float32 scalar that it returns as its first result, in place. It has no meaning but the
 // order: the next call of the group takes it. A backward call has another token, behind the first: that which entered its
-// forward. Optional tensors come last, a sidecar last of all (attribute `has_sidecar`), and results follow them.
+// forward. Optional tensors come last, and results follow them. Those of a dispatch are in the order of Optional; its attributes
+// `optional_operands` and `optional_results` have a bit for each that is there.
+#include <bit>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -16,6 +18,24 @@
 #include "groups.h"
 
 namespace ffi = xla::ffi;
+
+namespace {
+
+// The attributes of a dispatch: those of all calls, what is optional, and its row format, whose scaling is EPX_SCALING_NONE
+// without one.
+struct DispatchAttributes {
+  int64_t group, top_k, alignment, optional_operands, optional_results, scaling, dtype, scale_layout;
+  float amax_floor;
+};
+
+} // namespace
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int64_t>("group"),
+                                      ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
+                                      ffi::StructMember<int64_t>("optional_operands"),
+                                      ffi::StructMember<int64_t>("optional_results"), ffi::StructMember<int64_t>("scaling"),
+                                      ffi::StructMember<int64_t>("dtype"), ffi::StructMember<int64_t>("scale_layout"),
+                                      ffi::StructMember<float>("amax_floor"));
 
 namespace {
 
@@ -37,6 +57,12 @@ epx_dtype dtype_of(ffi::DataType type) {
     return EPX_FLOAT64;
   case ffi::DataType::U8:
     return EPX_UINT8;
+  case ffi::DataType::F8E4M3FN:
+    return EPX_FLOAT8_E4M3;
+  case ffi::DataType::F8E5M2:
+    return EPX_FLOAT8_E5M2;
+  case ffi::DataType::F8E8M0FNU:
+    return EPX_FLOAT8_E8M0;
   default:
     return EPX_DTYPE_UNSET; // epx refuses it
   }
@@ -86,22 +112,90 @@ std::vector<epx_tensor> tensors_of(const Buffers& buffers) {
   return tensors;
 }
 
-// The optional tensors of a dispatch. If there is a sidecar, it is the last of them, and becomes that of `rows`.
-template <typename Buffers>
-std::vector<epx_tensor> tensors_of_dispatch(const Buffers& buffers, bool has_sidecar, epx_tensor& rows) {
-  auto tensors = tensors_of(buffers);
-  if (has_sidecar && !tensors.empty()) {
-    const auto sidecar = buffer_at(buffers, tensors.size() - 1);
-    rows.sidecar = sidecar.untyped_data();
-    rows.sidecar_row_bytes = sidecar.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(sidecar.element_type()));
-    tensors.pop_back();
-  }
-  return tensors;
-}
-
 const epx_tensor* optional(const std::vector<epx_tensor>& tensors, size_t i) {
   return i < tensors.size() ? &tensors[i] : nullptr;
 }
+
+// As python/epx/jax/_rows.py has them.
+enum Optional : uint64_t { kWeights = 1, kScales = 2, kRowScales = 4, kEncodeScale = 8, kSidecar = 16, kSlot = 32 };
+
+template <typename Buffers>
+class OptionalTensors {
+public:
+  OptionalTensors(const Buffers& buffers, int64_t present)
+      : buffers_(buffers), tensors_(tensors_of(buffers)), present_(static_cast<uint64_t>(present)) {}
+
+  // NULL where it is not there.
+  const epx_tensor* get(Optional which) const {
+    return (present_ & which) != 0 ? optional(tensors_, place(which)) : nullptr;
+  }
+
+  // Has the rows take a sidecar along where there is one, which may be of a dtype that epx does not have.
+  void attach_sidecar(epx_tensor& rows) const {
+    if (get(kSidecar) == nullptr) return;
+    const auto sidecar = buffer_at(buffers_, place(kSidecar));
+    rows.sidecar = sidecar.untyped_data();
+    rows.sidecar_row_bytes = sidecar.dimensions().back() * static_cast<int64_t>(ffi::ByteWidth(sidecar.element_type()));
+  }
+
+private:
+  size_t place(Optional which) const { return static_cast<size_t>(std::popcount(present_ & (which - 1))); }
+
+  const Buffers& buffers_;
+  std::vector<epx_tensor> tensors_;
+  uint64_t present_;
+};
+
+// The tensors of a dispatch that are its rows', which its args point to.
+class DispatchTensors {
+public:
+  DispatchTensors(const ffi::AnyBuffer& tokens, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& recv_tokens,
+                  const ffi::RemainingRets& results, const DispatchAttributes& attributes)
+      : operands_(operands, attributes.optional_operands), results_(results, attributes.optional_results),
+        sent_(tensor_of(tokens)), received_(tensor_of(recv_tokens)) {
+    operands_.attach_sidecar(sent_);
+    results_.attach_sidecar(received_);
+    format_.struct_size = sizeof(format_);
+    format_.scaling = static_cast<epx_scaling>(attributes.scaling);
+    format_.dtype = static_cast<epx_dtype>(attributes.dtype);
+    format_.amax_floor = attributes.amax_floor;
+    format_.scale_layout = static_cast<epx_scale_layout>(attributes.scale_layout);
+    format_.scales = operands_.get(kScales);
+    format_.row_scales = operands_.get(kRowScales);
+    format_.encode_scale = operands_.get(kEncodeScale);
+    format_.recv_scales = results_.get(kScales);
+    format_.recv_row_scales = results_.get(kRowScales);
+    if (format_.dtype == EPX_FLOAT4_E2M1)
+      for (epx_tensor* rows : {&sent_, &received_})
+        as_elements_of_4_bits(*rows);
+  }
+  DispatchTensors(const DispatchTensors&) = delete;
+  DispatchTensors& operator=(const DispatchTensors&) = delete;
+
+  template <typename Args>
+  void point(Args& args) const {
+    args.tokens = &sent_;
+    args.topk_weights = operands_.get(kWeights);
+    args.recv_tokens = &received_;
+    args.recv_weights = results_.get(kWeights);
+    args.format = format_.scaling != EPX_SCALING_NONE ? &format_ : nullptr;
+  }
+
+  const epx_tensor* slot() const { return results_.get(kSlot); }
+
+private:
+  // Python has them as bytes, two to a byte.
+  static void as_elements_of_4_bits(epx_tensor& rows) {
+    if (rows.dtype != EPX_UINT8) return;
+    rows.dtype = EPX_FLOAT4_E2M1;
+    rows.sizes[rows.ndim - 1] *= 2;
+  }
+
+  OptionalTensors<ffi::RemainingArgs> operands_;
+  OptionalTensors<ffi::RemainingRets> results_;
+  epx_tensor sent_, received_;
+  epx_row_format format_ = {};
+};
 
 // Makes the call. On CPU devices the stream is NULL.
 template <typename Args>
@@ -147,35 +241,26 @@ ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::R
   return call(epx_prepare, group, top_k, alignment, stream, *handle_mem, args);
 }
 
-// Optional: topk_weights and the sidecar; recv_weights and its sidecar behind recv_tokens.
 ffi::Error dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer tokens,
-                    ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> recv_tokens,
-                    ffi::RemainingRets recv_weights, int64_t has_sidecar, int64_t group, int64_t top_k, int64_t alignment) {
-  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
-  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
-  const auto out = tensors_of_dispatch(recv_weights, has_sidecar != 0, received);
+                    ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> recv_tokens,
+                    ffi::RemainingRets results, DispatchAttributes attributes) {
+  const DispatchTensors rows(tokens, operands, *recv_tokens, results, attributes);
   epx_dispatch_args args{};
   args.handle_mem = handle_mem.untyped_data();
-  args.tokens = &sent;
-  args.topk_weights = optional(in, 0);
-  args.recv_tokens = &received;
-  args.recv_weights = optional(out, 0);
-  return call(epx_dispatch, group, top_k, alignment, stream, handle_mem, args);
+  rows.point(args);
+  return call(epx_dispatch, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem, args);
 }
 
-// Optional: topk_weights and the sidecar; recv_weights, slot (attribute `has_slot`) and the rows' sidecar behind recv_tokens.
 ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
-                            ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> handle_mem,
-                            ffi::Result<ffi::AnyBuffer> counts, ffi::Result<ffi::AnyBuffer> offsets,
-                            ffi::Result<ffi::AnyBuffer> global_counts, ffi::Result<ffi::AnyBuffer> info,
-                            ffi::Result<ffi::AnyBuffer> recv_tokens, ffi::RemainingRets recv_weights_and_slot,
-                            int64_t has_sidecar, int64_t has_slot, int64_t group, int64_t top_k, int64_t alignment) {
+                            ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer>,
+                            ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
+                            ffi::Result<ffi::AnyBuffer> offsets, ffi::Result<ffi::AnyBuffer> global_counts,
+                            ffi::Result<ffi::AnyBuffer> info, ffi::Result<ffi::AnyBuffer> recv_tokens,
+                            ffi::RemainingRets results, DispatchAttributes attributes) {
   const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), offset = tensor_of(*offsets);
   const epx_tensor global = tensor_of(*global_counts);
   const epx_tensor numbers = epx_tensor_1d(info->untyped_data(), EPX_INT64, info->dimensions().front());
-  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
-  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
-  const auto out = tensors_of_dispatch(recv_weights_and_slot, has_sidecar != 0, received);
+  const DispatchTensors rows(tokens, operands, *recv_tokens, results, attributes);
   epx_prepare_dispatch_args args{};
   args.handle_mem = handle_mem->untyped_data();
   args.topk_idx = &idx;
@@ -183,12 +268,9 @@ ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_id
   args.offsets = &offset;
   args.global_counts = &global;
   args.info = &numbers;
-  args.slot = has_slot != 0 ? &out.back() : nullptr;
-  args.tokens = &sent;
-  args.topk_weights = optional(in, 0);
-  args.recv_tokens = &received;
-  args.recv_weights = in.empty() ? nullptr : &out.front();
-  return call(epx_prepare_dispatch, group, top_k, alignment, stream, *handle_mem, args);
+  args.slot = rows.slot();
+  rows.point(args);
+  return call(epx_prepare_dispatch, attributes.group, attributes.top_k, attributes.alignment, stream, *handle_mem, args);
 }
 
 // Optional: recv_weights.
@@ -238,27 +320,20 @@ ffi::Error dispatch_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBu
   return call(epx_dispatch_bwd, group, top_k, alignment, stream, handle_mem, args);
 }
 
-// Optional: topk_weights and the sidecar; recv_weights and its sidecar behind recv_tokens.
 ffi::Error dispatch_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
-                               ffi::RemainingArgs weights, ffi::Result<ffi::AnyBuffer>,
+                               ffi::RemainingArgs operands, ffi::Result<ffi::AnyBuffer>,
                                ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
                                ffi::Result<ffi::AnyBuffer> recv_topk_idx, ffi::Result<ffi::AnyBuffer> recv_tokens,
-                               ffi::RemainingRets recv_weights, int64_t has_sidecar, int64_t group, int64_t top_k,
-                               int64_t alignment) {
+                               ffi::RemainingRets results, DispatchAttributes attributes) {
   const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), local_idx = tensor_of(*recv_topk_idx);
-  epx_tensor sent = tensor_of(tokens), received = tensor_of(*recv_tokens);
-  const auto in = tensors_of_dispatch(weights, has_sidecar != 0, sent);
-  const auto out = tensors_of_dispatch(recv_weights, has_sidecar != 0, received);
+  const DispatchTensors rows(tokens, operands, *recv_tokens, results, attributes);
   epx_dispatch_rank_major_args args{};
   args.handle_mem = handle_mem->untyped_data();
-  args.tokens = &sent;
   args.topk_idx = &idx;
-  args.topk_weights = optional(in, 0);
-  args.recv_tokens = &received;
   args.recv_topk_idx = &local_idx;
-  args.recv_weights = optional(out, 0);
   args.counts = &count;
-  return call(epx_dispatch_rank_major, group, top_k, alignment, stream, *handle_mem, args);
+  rows.point(args);
+  return call(epx_dispatch_rank_major, attributes.group, attributes.top_k, attributes.alignment, stream, *handle_mem, args);
 }
 
 ffi::Error combine_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer expert_out,
@@ -335,24 +410,27 @@ EPX_CALL_HANDLER(prepare, .Arg<Buffer>()
                               .Ret<Buffer>()
                               .Ret<Buffer>()
                               .RemainingRets());
-EPX_CALL_HANDLER(
-    dispatch,
-    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets().Attr<int64_t>(
-        "has_sidecar"));
-EPX_CALL_HANDLER(prepare_dispatch, .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .Arg<Buffer>()
-                                       .RemainingArgs()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .Ret<Buffer>()
-                                       .RemainingRets()
-                                       .Attr<int64_t>("has_sidecar")
-                                       .Attr<int64_t>("has_slot"));
+EPX_HANDLER(dispatch, .Arg<Buffer>()
+                          .Arg<Buffer>()
+                          .Arg<Buffer>()
+                          .RemainingArgs()
+                          .Ret<Buffer>()
+                          .Ret<Buffer>()
+                          .RemainingRets()
+                          .Attrs<DispatchAttributes>());
+EPX_HANDLER(prepare_dispatch, .Arg<Buffer>()
+                                  .Arg<Buffer>()
+                                  .Arg<Buffer>()
+                                  .RemainingArgs()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .Ret<Buffer>()
+                                  .RemainingRets()
+                                  .Attrs<DispatchAttributes>());
 EPX_CALL_HANDLER(combine, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>());
 EPX_CALL_HANDLER(
     combine_bwd,
@@ -360,17 +438,17 @@ EPX_CALL_HANDLER(
 EPX_CALL_HANDLER(
     dispatch_bwd,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
-EPX_CALL_HANDLER(dispatch_rank_major, .Arg<Buffer>()
-                                          .Arg<Buffer>()
-                                          .Arg<Buffer>()
-                                          .RemainingArgs()
-                                          .Ret<Buffer>()
-                                          .Ret<Buffer>()
-                                          .Ret<Buffer>()
-                                          .Ret<Buffer>()
-                                          .Ret<Buffer>()
-                                          .RemainingRets()
-                                          .Attr<int64_t>("has_sidecar"));
+EPX_HANDLER(dispatch_rank_major, .Arg<Buffer>()
+                                     .Arg<Buffer>()
+                                     .Arg<Buffer>()
+                                     .RemainingArgs()
+                                     .Ret<Buffer>()
+                                     .Ret<Buffer>()
+                                     .Ret<Buffer>()
+                                     .Ret<Buffer>()
+                                     .Ret<Buffer>()
+                                     .RemainingRets()
+                                     .Attrs<DispatchAttributes>());
 EPX_CALL_HANDLER(combine_rank_major, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
 EPX_CALL_HANDLER(combine_rank_major_bwd,
                  .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());

@@ -16,6 +16,24 @@ _ELEMENTS = {"float8_e4m3fn": definitions.E4M3, "float8_e5m2": definitions.E5M2,
 _SCALES = {"float32": "float32", "float8_e8m0fnu": "e8m0", "float8_e4m3fn": "e4m3"}
 
 
+class Data:
+    """topk_idx, weights and tokens of each rank; tokens have magnitudes of many blocks."""
+
+    def __init__(self, num_tokens, num_experts, top_k, dtype, seed=1):
+        generator = numpy.random.default_rng(seed)
+        self.idx, self.tokens, self.weights = [], [], []
+        for count in num_tokens:
+            choice = numpy.argsort(generator.random((count, num_experts)), axis=1)[:, :top_k]
+            self.idx.append(numpy.where(generator.random(choice.shape) < 0.2, -1, choice))
+            exponents = generator.integers(-6, 6, (count, HIDDEN // 16)).repeat(16, axis=1)
+            self.tokens.append((generator.standard_normal((count, HIDDEN)) * numpy.exp2(exponents)).astype(dtype))
+            self.weights.append(generator.random(choice.shape).astype(numpy.float32))
+
+    def parts(self, row_format):
+        """By part, and then by rank."""
+        return list(zip(*[parts_of(row_format, tokens.astype(numpy.float32)) for tokens in self.tokens]))
+
+
 def formats(**options):
     """Each scaling with each of its dtypes; options are those of RowFormat."""
     make = epx.RowFormat

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python snippets of docs/row-formats.md run as they stand, and give the rows of the definitions. formats_page_test.py PAGE
-numpy|torch"""
+numpy|torch|jax"""
 
 import re
 import sys
@@ -63,6 +63,29 @@ def run_torch(program):
         group.check()
 
 
+def run_jax(program):
+    ranks.require("jax")
+    import format_model
+    import jax
+    import jax.numpy as jnp
+
+    import epx.jax
+
+    @jax.custom_vjp
+    def experts(rows, scales, wide):  # which are the identity, of dequantised rows
+        return rows.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1)
+
+    experts.defvjp(lambda *arguments: (experts(*arguments), None), lambda _, grad: (None, None, 3 * grad))
+    with epx.Group(epx.bootstrap.local(), transport="host", **CONFIG) as group:
+        topk_idx, topk_weights = jnp.arange(4)[:, None], jnp.ones((4, 1))
+        names = dict(epx=epx, jnp=jnp, group=group, topk_idx=topk_idx, experts=experts)
+        exec(program, names)
+        value, grad = jax.value_and_grad(names["loss"])(jnp.asarray(TOKENS), topk_weights)
+        numpy.testing.assert_allclose(value, format_model.round_trip(names["block128"], TOKENS).sum(), rtol=1e-5)
+        numpy.testing.assert_array_equal(grad, numpy.full_like(TOKENS, 3))
+        group.check()
+
+
 with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
-{"numpy": lambda: run_numpy(programs[0]), "torch": lambda: run_torch(programs[1])}[sys.argv[2]]()
+{"numpy": lambda: run_numpy(programs[0]), "torch": lambda: run_torch(programs[1]), "jax": lambda: run_jax(programs[2])}[sys.argv[2]]()

@@ -2,6 +2,7 @@
 """Row formats on numpy arrays: the three ways through each call that dispatches, against the definitions of tests/formats."""
 
 import dataclasses
+import functools
 import sys
 import unittest
 import unittest.mock
@@ -21,6 +22,7 @@ RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, TOP_K = 5, 3
 NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 6 + 3 * rank for rank in range(RANKS)]
 DTYPES = numpy.float32, numpy.float16, ml_dtypes.bfloat16
+Data = functools.partial(format_model.Data, NUM_TOKENS, EXPERTS, TOP_K)
 _names = iter(range(1_000_000))
 
 
@@ -28,24 +30,6 @@ def make_group(**changes):
     config = dict(num_experts=EXPERTS, max_tokens_per_rank=16, hidden_dim=HIDDEN, max_top_k=TOP_K, max_token_dtype="float32")
     with ranks.directory_bootstrap(f"formats-{next(_names)}") as bootstrap:
         return epx.Group(bootstrap, transport="host", timeout=ranks.TIMEOUT_SECONDS, **{**config, **changes})
-
-
-class Data:
-    """topk_idx, weights and tokens of each rank; tokens have magnitudes of many blocks."""
-
-    def __init__(self, dtype, seed=1):
-        generator = numpy.random.default_rng(seed)
-        self.idx, self.tokens, self.weights = [], [], []
-        for count in NUM_TOKENS:
-            choice = numpy.argsort(generator.random((count, EXPERTS)), axis=1)[:, :TOP_K]
-            self.idx.append(numpy.where(generator.random(choice.shape) < 0.2, -1, choice))
-            exponents = generator.integers(-6, 6, (count, HIDDEN // 16)).repeat(16, axis=1)
-            self.tokens.append((generator.standard_normal((count, HIDDEN)) * numpy.exp2(exponents)).astype(dtype))
-            self.weights.append(generator.random(choice.shape).astype(numpy.float32))
-
-    def parts(self, row_format):
-        """By part, and then by rank."""
-        return list(zip(*[format_model.parts_of(row_format, tokens.astype(numpy.float32)) for tokens in self.tokens]))
 
 
 def quantised_by_caller(row_format, parts):

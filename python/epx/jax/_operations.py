@@ -10,12 +10,12 @@ import weakref
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-import numpy
 
 from .._structs import CombinePrecision
-from .._values import count, refuse, refuse_destroyed, refuse_dtype, refuse_kind, require_kind, require_shape, require_sidecar
+from .._values import count, refuse, refuse_destroyed, require_kind
 from ._ffi import call, number_of
 from ._groups import require_usable
+from ._rows import SLOT, Rows, instantiate, is_symbolic_zero, require_array, require_rows, struct, where_in_use
 
 _INDEX_DTYPES = (jnp.int32, jnp.int64)
 
@@ -116,25 +116,9 @@ def _call(operation, group, layer, operands, results, **attributes):
     )
 
 
-def _struct(shape, dtype):
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def _is_symbolic_zero(cotangent):
-    return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-
-
-def _instantiate(cotangent):
-    if not _is_symbolic_zero(cotangent):
-        return cotangent
-    if cotangent.dtype == jax.dtypes.float0:
-        return numpy.zeros(cotangent.shape, cotangent.dtype)
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
-
-
 def _require_cotangent_of_token(operation, cotangent):
     """The token of the last call has no gradient unless the loss has one through it; then nothing orders the backward calls."""
-    if _is_symbolic_zero(cotangent):
+    if is_symbolic_zero(cotangent):
         refuse(
             f"the gradient of {operation} does not come through its token: end the loss with epx.jax.finish(loss, token), "
             "where token is that of the last call"
@@ -145,71 +129,25 @@ def _values(arguments):
     return [argument.value for argument in arguments]
 
 
-def _zero_rows_behind(zero_unused, rows, offsets):
-    """Rows that are not in use are not written by epx."""
-    if not zero_unused:
-        return rows
-    in_use = jnp.arange(rows.shape[0], dtype=offsets.dtype) < offsets[-1]
-    return jnp.where(in_use.reshape((-1,) + (1,) * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+def _in_use(zero_unused, num_rows, offsets):
+    """Which rows [N] are in use; None where that does not matter."""
+    return jnp.arange(num_rows, dtype=offsets.dtype) < offsets[-1] if zero_unused else None
 
 
-def _zero_rows_of_ranks(zero_unused, rows, counts):
-    return _rows_of_ranks(rows, counts) if zero_unused else rows
-
-
-def _rows_of_ranks(rows, counts, fill=0):
-    """Rows [P, M, ...] of the rank-major layout, with `fill` in those that hold no token, which epx does not write."""
-    holds_token = jnp.arange(rows.shape[1], dtype=counts.dtype) < counts[:, None]
-    return jnp.where(holds_token[..., None], rows, jnp.asarray(fill, rows.dtype))
-
-
-def _require_array(name, array, shape, dtypes):
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-        refuse_kind(name, array, jax.Array)
-    require_shape(name, array.shape, shape)
-    dtypes = [jnp.dtype(dtype) for dtype in dtypes]
-    if jnp.dtype(array.dtype) not in dtypes:
-        refuse_dtype(name, array.dtype, dtypes)
+def _holds_token(max_rows, counts):
+    """Which rows [P, M] of the rank-major layout hold a token."""
+    return jnp.arange(max_rows, dtype=counts.dtype) < counts[:, None]
 
 
 def _require_token(token):
-    _require_array("token", token, (), (jnp.float32,))
-
-
-def _require_rows(group, name, rows, *sizes):
-    _require_array(name, rows, (*sizes, None), (jnp.float32, jnp.float16, jnp.bfloat16))
-    if rows.shape[-1] > group.hidden_dim:
-        refuse(f"{name} has {rows.shape[-1]} columns; the group's hidden_dim is {group.hidden_dim}")
+    require_array("token", token, (), (jnp.float32,))
 
 
 def _require_topk_idx(group, topk_idx):
-    _require_array("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+    require_array("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
     if topk_idx.shape[0] > group.max_tokens_per_rank:
         refuse(f"topk_idx has {topk_idx.shape[0]} tokens; the group's max_tokens_per_rank is {group.max_tokens_per_rank}")
     return topk_idx.shape
-
-
-def _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar):
-    """The optional operands of a dispatch, and what tells XLA's handler of them."""
-    operands = []
-    if topk_weights is not None:
-        _require_array("topk_weights", topk_weights, (num_tokens, top_k), (jnp.float32,))
-        operands.append(topk_weights)
-    if sidecar is not None:
-        if not hasattr(sidecar, "shape") or not hasattr(sidecar, "dtype"):
-            refuse_kind("sidecar", sidecar, jax.Array)
-        bits = jax.dtypes.itemsize_bits(sidecar.dtype)
-        require_sidecar(sidecar.shape, sidecar.dtype, bits, num_tokens, group.max_sidecar_bytes)
-        operands.append(sidecar)
-    return operands, {"has_sidecar": int(sidecar is not None)}
-
-
-def _dispatched(received, topk_weights, sidecar):
-    """(recv_tokens, recv_weights or None), and recv_sidecar where there is a sidecar."""
-    received = list(received)
-    if topk_weights is None:
-        received.insert(1, None)
-    return tuple(received)
 
 
 def _saturated(words):
@@ -223,28 +161,12 @@ def _planned(group, top_k, alignment):
     group.require_layer(top_k, alignment)
     local = group.num_local_experts
     return [
-        _struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
-        _struct((local,), jnp.int32),
-        _struct((local + 1,), jnp.int32),
-        _struct((group.num_ranks, group.num_experts), jnp.int32),
-        _struct((5, 2), jnp.uint32),
+        struct((group.handle_mem_size(top_k, alignment),), jnp.uint8),
+        struct((local,), jnp.int32),
+        struct((local + 1,), jnp.int32),
+        struct((group.num_ranks, group.num_experts), jnp.int32),
+        struct((5, 2), jnp.uint32),
     ]
-
-
-def _rows_of(num_rows, tokens, topk_weights, sidecar):
-    """What a dispatch returns: recv_tokens, and recv_weights and recv_sidecar where there are any."""
-    rows = [_struct((num_rows, tokens.shape[1]), tokens.dtype)]
-    if topk_weights is not None:
-        rows.append(_struct((num_rows,), jnp.float32))
-    if sidecar is not None:
-        rows.append(_struct((num_rows, sidecar.shape[1]), sidecar.dtype))
-    return rows
-
-
-def _gradients_of(tokens, topk_weights):
-    """What the backward of a dispatch returns."""
-    arrays = [tokens] if topk_weights is None else [tokens, topk_weights]
-    return [_struct(array.shape, array.dtype) for array in arrays]
 
 
 def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True) -> tuple[Plan, jax.Array]:
@@ -259,7 +181,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
     require_usable(group)
     _require_token(token)
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
-    results = _planned(group, top_k, alignment) + [_struct((num_tokens, top_k), jnp.int32)] * with_slot
+    results = _planned(group, top_k, alignment) + [struct((num_tokens, top_k), jnp.int32)] * with_slot
 
     @jax.custom_vjp
     def run(token, topk_idx):
@@ -290,45 +212,52 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
     return plan, token
 
 
-def dispatch(plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None) -> tuple:
+def dispatch(
+    plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None, format=None, with_wide=False
+) -> tuple:
     """Brings tokens to the ranks of their experts. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_weights: [T, K] float32, or None on all ranks.
     num_rows: N; default: R, the most that a rank may receive. Routes to rows beyond it are dropped, which group.check() tells.
     sidecar: [T, S] of any dtype of whole bytes, block scales for instance, at most max_sidecar_bytes in a row; or None on all
     ranks. It has no gradient.
-    Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar (recv_tokens, recv_weights,
-    recv_sidecar [N, S], token). Rows that hold no token are zero, but see zero_unused of prepare().
+    format: an epx.RowFormat, or None on all ranks. With one the rows travel in 8 or 4 bits; tokens, recv_tokens or both are
+    tuples (rows, scales), with NV (rows, scales, row_scales), as it says. Rows are float8_e4m3fn, float8_e5m2 or float4_e2m1fn
+    [..., H]. Rows that come quantised have no gradient, and that of wide rows is the one that dispatch has without a format.
+    with_wide: the same on all ranks; where wide rows arrive quantised, also returns an array [N, H] of tokens' dtype that stands
+    for the rows: give it to the function with a custom_vjp that computes with them, which returns their gradient for it. Its
+    elements are 0, and nothing else of rows and scales has a gradient. Without it tokens that are differentiated are refused.
+    Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); before the token, with a sidecar recv_sidecar [N, S],
+    and with with_wide what stands for the rows. Rows that hold no token are zero, with their scales, but see zero_unused of
+    prepare().
     """
     group = _group_of(plan, Plan)
     _require_token(token)
-    _require_rows(group, "tokens", tokens, plan.num_tokens)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
-    optional, attributes = _weights_and_sidecar(group, plan.num_tokens, plan.top_k, topk_weights, sidecar)
-    has_weights = topk_weights is not None
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    rows = Rows(group, tokens, plan.num_tokens, plan.top_k, topk_weights, (num_rows,), **options)
     layer = plan.top_k, plan.alignment
-    received = _rows_of(num_rows, tokens, topk_weights, sidecar)
-    returned = _gradients_of(tokens, topk_weights)
 
     @jax.custom_vjp
-    def run(token, handle_mem, offsets, tokens, *optional):
-        token, *rows = _call("dispatch", group, layer, [token, handle_mem, tokens, *optional], received, **attributes)
-        return token, *[_zero_rows_behind(plan.zero_unused, each, offsets) for each in rows]
+    def run(token, handle_mem, offsets, *operands):
+        token, *results = _call("dispatch", group, layer, [token, handle_mem, *operands], rows.results, **rows.attributes)
+        return token, *rows.outputs(results, _in_use(plan.zero_unused, num_rows, offsets))
 
-    def forward(token, handle_mem, offsets, *rest):
-        values = _values([token, handle_mem, offsets, *rest])
+    def forward(token, handle_mem, offsets, tokens, *optional):
+        rows.require_gradient(tokens)
+        values = _values([token, handle_mem, offsets, tokens, *optional])
         return run(*values), tuple(values[:2])
 
     def backward(residuals, cotangents):
         token, handle_mem = residuals
         _require_cotangent_of_token("dispatch", cotangents[0])
-        next_token, *rows = map(_instantiate, cotangents[: 2 + has_weights])
-        next_token, *grads = _call("dispatch_bwd", group, layer, [next_token, token, handle_mem, *rows], returned)
-        return next_token, None, None, *grads, *[None] * (sidecar is not None)
+        operands = [instantiate(cotangents[0]), token, handle_mem, *rows.cotangents(cotangents[1:])]
+        next_token, *grads = _call("dispatch_bwd", group, layer, operands, rows.returned)
+        return next_token, None, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, *rows = run(token, plan.handle_mem, plan.offsets, tokens, *optional)
-    return *_dispatched(rows, topk_weights, sidecar), token
+    token, *outputs = run(token, plan.handle_mem, plan.offsets, *rows.operands)
+    return *rows.received(outputs), token
 
 
 def prepare_dispatch(
@@ -343,55 +272,56 @@ def prepare_dispatch(
     zero_unused=True,
     num_rows=None,
     sidecar=None,
+    format=None,
+    with_wide=False,
 ) -> tuple:
     """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
     Arguments are those of the two.
-    Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None, token); with a sidecar recv_sidecar [N, S] before the
-    token.
+    Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None, token); before the token, with a sidecar recv_sidecar
+    [N, S], and with with_wide what stands for the rows.
     """
     require_usable(group)
     _require_token(token)
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
-    _require_rows(group, "tokens", tokens, num_tokens)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
-    optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
-    attributes["has_slot"] = int(with_slot)
-    has_weights = topk_weights is not None
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    rows = Rows(group, tokens, num_tokens, top_k, topk_weights, (num_rows,), **options)
     layer = top_k, alignment
     planned = _planned(group, top_k, alignment)
-    received = _rows_of(num_rows, tokens, topk_weights, sidecar)
+    slots = [struct((num_tokens, top_k), jnp.int32)] * with_slot
+    attributes = rows.attributes
     if with_slot:
-        received.insert(1 + has_weights, _struct((num_tokens, top_k), jnp.int32))
-    returned = _gradients_of(tokens, topk_weights)
+        attributes["optional_results"] |= SLOT
 
     @jax.custom_vjp
-    def run(token, topk_idx, tokens, *optional):
-        operands = [token, topk_idx, tokens, *optional]
-        token, *results = _call("prepare_dispatch", group, layer, operands, planned + received, **attributes)
-        parts, rows = results[: len(planned)], results[len(planned) :]
-        slot = [rows.pop(1 + has_weights)] if with_slot else []
-        return token, *parts, *[_zero_rows_behind(zero_unused, each, parts[2]) for each in rows], *slot
+    def run(token, *operands):
+        token, *results = _call(
+            "prepare_dispatch", group, layer, [token, *operands], planned + rows.results + slots, **attributes
+        )
+        parts, results = results[: len(planned)], results[len(planned) :]
+        slot = [results.pop()] if with_slot else []
+        return token, *parts, *slot, *rows.outputs(results, _in_use(zero_unused, num_rows, parts[2]))
 
-    def forward(token, *rest):
-        results = run(token.value, *_values(rest))
+    def forward(token, topk_idx, tokens, *optional):
+        rows.require_gradient(tokens)
+        results = run(*_values([token, topk_idx, tokens, *optional]))
         return results, (token.value, results[1])
 
     def backward(residuals, cotangents):
         token, handle_mem = residuals
         _require_cotangent_of_token("prepare_dispatch", cotangents[0])
-        rows = map(_instantiate, cotangents[1 + len(planned) : 2 + len(planned) + has_weights])
-        operands = [_instantiate(cotangents[0]), token, handle_mem, *rows]
-        next_token, *grads = _call("dispatch_bwd", group, layer, operands, returned)
-        return next_token, None, *grads, *[None] * (sidecar is not None)
+        of_rows = rows.cotangents(cotangents[1 + len(planned) + len(slots) :])
+        operands = [instantiate(cotangents[0]), token, handle_mem, *of_rows]
+        next_token, *grads = _call("dispatch_bwd", group, layer, operands, rows.returned)
+        return next_token, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, *results = run(token, topk_idx, tokens, *optional)
-    slot = results.pop() if with_slot else None
-    handle_mem, counts, offsets, global_counts, info, *rows = results
+    token, handle_mem, counts, offsets, global_counts, info, *outputs = run(token, topk_idx, *rows.operands)
+    slot = outputs.pop(0) if with_slot else None
     layer_of_plan = _reference(group), top_k, alignment, num_tokens, zero_unused
     plan = Plan(handle_mem, counts, offsets, global_counts, _saturated(info), slot, *layer_of_plan)
-    return plan, *_dispatched(rows, topk_weights, sidecar), token
+    return plan, *rows.received(outputs), token
 
 
 def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
@@ -403,15 +333,15 @@ def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array
     """
     group = _group_of(plan, Plan)
     _require_token(token)
-    _require_rows(group, "expert_out", expert_out, None)
+    require_rows(group, "expert_out", expert_out, None)
     num_rows, hidden = expert_out.shape
     weights = []
     if recv_weights is not None:
-        _require_array("recv_weights", recv_weights, (num_rows,), (jnp.float32,))
+        require_array("recv_weights", recv_weights, (num_rows,), (jnp.float32,))
         weights = [recv_weights]
     layer = plan.top_k, plan.alignment
-    combined = [_struct((plan.num_tokens, hidden), expert_out.dtype)]
-    returned = [_struct((num_rows, hidden), expert_out.dtype)] + [_struct((num_rows,), jnp.float32)] * len(weights)
+    combined = [struct((plan.num_tokens, hidden), expert_out.dtype)]
+    returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
     @jax.custom_vjp
     def run(token, handle_mem, offsets, expert_out, *weights):
@@ -425,11 +355,12 @@ def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array
     def backward(residuals, cotangents):
         token, handle_mem, offsets, *weights_and_rows = residuals
         _require_cotangent_of_token("combine", cotangents[0])
-        next_token, grad_out = map(_instantiate, cotangents)
+        next_token, grad_out = map(instantiate, cotangents)
         next_token, *grads = _call(
             "combine_bwd", group, layer, [next_token, token, handle_mem, grad_out, *weights_and_rows], returned
         )
-        return next_token, None, None, *[_zero_rows_behind(plan.zero_unused, grad, offsets) for grad in grads]
+        in_use = _in_use(plan.zero_unused, num_rows, offsets)
+        return next_token, None, None, *[grad if in_use is None else where_in_use(in_use, grad) for grad in grads]
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.offsets, expert_out, *weights)
@@ -442,15 +373,27 @@ def _require_sums_of_ranks(operation, group):
 
 
 def dispatch_rank_major(
-    group, tokens, topk_idx, topk_weights, token, *, max_rows=None, sidecar=None, zero_unused=True
+    group,
+    tokens,
+    topk_idx,
+    topk_weights,
+    token,
+    *,
+    max_rows=None,
+    sidecar=None,
+    zero_unused=True,
+    format=None,
+    with_wide=False,
 ) -> tuple:
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
     float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar: as in dispatch().  zero_unused: as in prepare().
-    Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); with a sidecar recv_sidecar
-    [P, M, S] before the token. Rows that hold no token are zero. Row i of source rank r is r's i-th token that has an expert on
+    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, with_wide: as in dispatch(); format
+    too, without scales in tiles.  zero_unused: as in prepare().
+    Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); before the token, with a
+    sidecar recv_sidecar [P, M, S], and with with_wide what stands for the rows. Scales by rows are [P, M, S], and row_scales
+    [P, M]. Rows that hold no token are zero, with their scales. Row i of source rank r is r's i-th token that has an expert on
     this rank; plan.topk_idx[r, i] has its experts here.
     """
     require_usable(group)
@@ -459,7 +402,6 @@ def dispatch_rank_major(
         refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; rank-major calls need a group of one node")
     num_tokens, top_k = _require_topk_idx(group, topk_idx)
     group.require_layer(top_k)
-    _require_rows(group, "tokens", tokens, num_tokens)
     max_rows = group.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)
     staged = group.num_ranks * min(max_rows, group.max_tokens_per_rank) * top_k
     if staged > group.max_recv_tokens_per_rank:
@@ -467,50 +409,41 @@ def dispatch_rank_major(
             f"max_rows is {max_rows}: P * min(max_rows, max_tokens_per_rank) * K is {staged}; it must be "
             f"at most the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
         )
-    optional, attributes = _weights_and_sidecar(group, num_tokens, top_k, topk_weights, sidecar)
-    has_weights = topk_weights is not None
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    rows = Rows(group, tokens, num_tokens, top_k, topk_weights, (group.num_ranks, max_rows), **options)
     layer = top_k, 1
-    rows = group.num_ranks, max_rows
-    received = [
-        _struct((group.handle_mem_size(top_k),), jnp.uint8),
-        _struct((group.num_ranks,), jnp.int32),
-        _struct((*rows, top_k), jnp.int32),
-        _struct((*rows, tokens.shape[1]), tokens.dtype),
-    ] + [_struct((*rows, top_k), jnp.float32)] * has_weights
-    if sidecar is not None:
-        received.append(_struct((*rows, sidecar.shape[1]), sidecar.dtype))
-    returned = _gradients_of(tokens, topk_weights)
+    planned = [
+        struct((group.handle_mem_size(top_k),), jnp.uint8),
+        struct((group.num_ranks,), jnp.int32),
+        struct((group.num_ranks, max_rows, top_k), jnp.int32),
+    ]
 
     @jax.custom_vjp
-    def run(token, topk_idx, tokens, *optional):
-        token, handle_mem, counts, local_idx, *rows = _call(
-            "dispatch_rank_major", group, layer, [token, topk_idx, tokens, *optional], received, **attributes
+    def run(token, *operands):
+        token, handle_mem, counts, local_idx, *results = _call(
+            "dispatch_rank_major", group, layer, [token, *operands], planned + rows.results, **rows.attributes
         )
-        return (
-            token,
-            handle_mem,
-            counts,
-            _rows_of_ranks(local_idx, counts, -1),
-            *[_zero_rows_of_ranks(zero_unused, each, counts) for each in rows],
-        )
+        holds_token = _holds_token(max_rows, counts)
+        outputs = rows.outputs(results, holds_token if zero_unused else None)
+        return token, handle_mem, counts, where_in_use(holds_token, local_idx, -1), *outputs
 
-    def forward(token, *rest):
-        results = run(token.value, *_values(rest))
+    def forward(token, topk_idx, tokens, *optional):
+        rows.require_gradient(tokens)
+        results = run(*_values([token, topk_idx, tokens, *optional]))
         return results, (token.value, results[1])
 
     def backward(residuals, cotangents):
         _require_sums_of_ranks("dispatch_rank_major_bwd", group)
         token, handle_mem = residuals
         _require_cotangent_of_token("dispatch_rank_major", cotangents[0])
-        rows = map(_instantiate, cotangents[4 : 5 + has_weights])
-        operands = [_instantiate(cotangents[0]), token, handle_mem, *rows]
-        next_token, *grads = _call("dispatch_rank_major_bwd", group, layer, operands, returned)
-        return next_token, None, *grads, *[None] * (sidecar is not None)
+        operands = [instantiate(cotangents[0]), token, handle_mem, *rows.cotangents(cotangents[4:])]
+        next_token, *grads = _call("dispatch_rank_major_bwd", group, layer, operands, rows.returned)
+        return next_token, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, handle_mem, counts, local_idx, *rows = run(token, topk_idx, tokens, *optional)
+    token, handle_mem, counts, local_idx, *outputs = run(token, topk_idx, *rows.operands)
     plan = RankMajorPlan(handle_mem, counts, local_idx, _reference(group), top_k, num_tokens, max_rows, zero_unused)
-    return plan, *_dispatched(rows, topk_weights, sidecar), token
+    return plan, *rows.received(outputs), token
 
 
 def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
@@ -523,10 +456,10 @@ def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
     _require_token(token)
     _require_sums_of_ranks("combine_rank_major", group)
     rows = group.num_ranks, plan.max_rows
-    _require_rows(group, "expert_out", expert_out, *rows)
+    require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
-    combined = [_struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
-    returned = [_struct(expert_out.shape, expert_out.dtype)]
+    combined = [struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
+    returned = [struct(expert_out.shape, expert_out.dtype)]
 
     @jax.custom_vjp
     def run(token, handle_mem, counts, expert_out):
@@ -539,9 +472,11 @@ def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
     def backward(residuals, cotangents):
         token, handle_mem, counts = residuals
         _require_cotangent_of_token("combine_rank_major", cotangents[0])
-        next_token, grad_out = map(_instantiate, cotangents)
+        next_token, grad_out = map(instantiate, cotangents)
         next_token, grad = _call("combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned)
-        return next_token, None, None, _zero_rows_of_ranks(plan.zero_unused, grad, counts)
+        if plan.zero_unused:
+            grad = where_in_use(_holds_token(plan.max_rows, counts), grad)
+        return next_token, None, None, grad
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, out = run(token, plan.handle_mem, plan.counts, expert_out)
@@ -618,7 +553,7 @@ def checkpoint(function) -> collections.abc.Callable:
 
         def backward(residuals, cotangents):
             _require_cotangent_of_token("checkpoint", cotangents[-1])
-            cotangents = jax.tree.map(_instantiate, cotangents, is_leaf=_is_symbolic_zero)
+            cotangents = jax.tree.map(instantiate, cotangents, is_leaf=is_symbolic_zero)
             # Without the barrier XLA might find that what is computed again is what the forward has computed already, and keep
             # it.
             hoisted, *arguments = jax.lax.optimization_barrier((residuals, cotangents[-1]))[0]
