@@ -40,7 +40,7 @@ class RowFormat:
     default 1e-4. Gradients need 0.  scale_dtype: of scales, "float32", "float8_e8m0fnu" or "float8_e4m3fn"; only with
     BLOCK128_POW2 there is a choice, of the first two.  scale_layout: a ScaleLayout, or "rows", "columns", "packed" or "tiles", of
     the scales that arrive.  wire_only: wide rows are quantised for the wire alone, and arrive in their own dtype.  encode_scale:
-    of NV, an array [1] float32 in the place of the scale that each row gets; it is positive.
+    of NV, an array [1] float32 in the place of the scale that each row gets; it is positive. It is not compared by ==.
 
     All ranks of a call have the same scaling, dtype, amax_floor, scale_dtype and wire_only. A call takes
     - quantised rows with their scales, which arrive as they are: tokens is a tuple (rows, scales), with NV (rows, scales,
@@ -174,3 +174,15 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
     if len(parts) == 1 and _dtype_name(getattr(tokens, "dtype", None)) in ELEMENTS:
         refuse(f"{name} is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
     return parts
+
+
+def of_gradients(grad_format):
+    """What a backward of combine takes of a format: codes and amax_floor; no codes for None."""
+    if grad_format is None:
+        return (), 0.0
+    require_kind("grad_format", grad_format, RowFormat)
+    if not grad_format.wire_only:
+        refuse("grad_format has wire_only False; it must be True, since gradients arrive in the dtype of expert_out")
+    if grad_format.encode_scale is not None:
+        refuse("grad_format has an encode_scale; it must be None, since gradients are not known before the backward")
+    return grad_format.codes, grad_format.amax_floor

@@ -28,6 +28,12 @@ struct DispatchAttributes {
   float amax_floor;
 };
 
+// Those of a call that has no optional tensors of rows, but a format.
+struct FormatAttributes {
+  int64_t group, top_k, alignment, scaling, dtype, scale_layout;
+  float amax_floor;
+};
+
 } // namespace
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int64_t>("group"),
@@ -36,6 +42,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int6
                                       ffi::StructMember<int64_t>("optional_results"), ffi::StructMember<int64_t>("scaling"),
                                       ffi::StructMember<int64_t>("dtype"), ffi::StructMember<int64_t>("scale_layout"),
                                       ffi::StructMember<float>("amax_floor"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(FormatAttributes, ffi::StructMember<int64_t>("group"),
+                                      ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
+                                      ffi::StructMember<int64_t>("scaling"), ffi::StructMember<int64_t>("dtype"),
+                                      ffi::StructMember<int64_t>("scale_layout"), ffi::StructMember<float>("amax_floor"));
 
 namespace {
 
@@ -146,20 +157,31 @@ private:
   uint64_t present_;
 };
 
+// Without tensors.
+template <typename Attributes>
+epx_row_format format_of(const Attributes& attributes) {
+  epx_row_format format = {};
+  format.struct_size = sizeof(format);
+  format.scaling = static_cast<epx_scaling>(attributes.scaling);
+  format.dtype = static_cast<epx_dtype>(attributes.dtype);
+  format.amax_floor = attributes.amax_floor;
+  format.scale_layout = static_cast<epx_scale_layout>(attributes.scale_layout);
+  return format;
+}
+
+const epx_row_format* optional(const epx_row_format& format) {
+  return format.scaling != EPX_SCALING_NONE ? &format : nullptr;
+}
+
 // The tensors of a dispatch that are its rows', which its args point to.
 class DispatchTensors {
 public:
   DispatchTensors(const ffi::AnyBuffer& tokens, const ffi::RemainingArgs& operands, const ffi::AnyBuffer& recv_tokens,
                   const ffi::RemainingRets& results, const DispatchAttributes& attributes)
       : operands_(operands, attributes.optional_operands), results_(results, attributes.optional_results),
-        sent_(tensor_of(tokens)), received_(tensor_of(recv_tokens)) {
+        sent_(tensor_of(tokens)), received_(tensor_of(recv_tokens)), format_(format_of(attributes)) {
     operands_.attach_sidecar(sent_);
     results_.attach_sidecar(received_);
-    format_.struct_size = sizeof(format_);
-    format_.scaling = static_cast<epx_scaling>(attributes.scaling);
-    format_.dtype = static_cast<epx_dtype>(attributes.dtype);
-    format_.amax_floor = attributes.amax_floor;
-    format_.scale_layout = static_cast<epx_scale_layout>(attributes.scale_layout);
     format_.scales = operands_.get(kScales);
     format_.row_scales = operands_.get(kRowScales);
     format_.encode_scale = operands_.get(kEncodeScale);
@@ -178,7 +200,7 @@ public:
     args.topk_weights = operands_.get(kWeights);
     args.recv_tokens = &received_;
     args.recv_weights = results_.get(kWeights);
-    args.format = format_.scaling != EPX_SCALING_NONE ? &format_ : nullptr;
+    args.format = optional(format_);
   }
 
   const epx_tensor* slot() const { return results_.get(kSlot); }
@@ -194,7 +216,7 @@ private:
   OptionalTensors<ffi::RemainingArgs> operands_;
   OptionalTensors<ffi::RemainingRets> results_;
   epx_tensor sent_, received_;
-  epx_row_format format_ = {};
+  epx_row_format format_;
 };
 
 // Makes the call. On CPU devices the stream is NULL.
@@ -290,10 +312,11 @@ ffi::Error combine(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi:
 // Optional: recv_weights and expert_out, and grad_recv_weights behind grad_expert_out.
 ffi::Error combine_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer grad_out,
                        ffi::RemainingArgs weights_and_rows, ffi::Result<ffi::AnyBuffer>,
-                       ffi::Result<ffi::AnyBuffer> grad_expert_out, ffi::RemainingRets grad_recv_weights, int64_t group,
-                       int64_t top_k, int64_t alignment) {
+                       ffi::Result<ffi::AnyBuffer> grad_expert_out, ffi::RemainingRets grad_recv_weights,
+                       FormatAttributes attributes) {
   const epx_tensor grad = tensor_of(grad_out), grad_rows = tensor_of(*grad_expert_out);
   const auto in = tensors_of(weights_and_rows), out = tensors_of(grad_recv_weights);
+  const epx_row_format format = format_of(attributes);
   epx_combine_bwd_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.grad_out = &grad;
@@ -301,7 +324,8 @@ ffi::Error combine_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuf
   args.expert_out = optional(in, 1);
   args.grad_expert_out = &grad_rows;
   args.grad_recv_weights = optional(out, 0);
-  return call(epx_combine_bwd, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_combine_bwd, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem, args);
 }
 
 // Optional: grad_recv_weights, and grad_topk_weights behind grad_tokens.
@@ -349,14 +373,16 @@ ffi::Error combine_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handl
 
 ffi::Error combine_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem,
                                   ffi::AnyBuffer grad_out, ffi::Result<ffi::AnyBuffer>,
-                                  ffi::Result<ffi::AnyBuffer> grad_expert_out, int64_t group, int64_t top_k,
-                                  int64_t alignment) {
+                                  ffi::Result<ffi::AnyBuffer> grad_expert_out, FormatAttributes attributes) {
   const epx_tensor grad = tensor_of(grad_out), grad_rows = tensor_of(*grad_expert_out);
+  const epx_row_format format = format_of(attributes);
   epx_combine_rank_major_bwd_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.grad_out = &grad;
   args.grad_expert_out = &grad_rows;
-  return call(epx_combine_rank_major_bwd, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_combine_rank_major_bwd, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem,
+              args);
 }
 
 // Optional: grad_recv_weights, and grad_topk_weights behind grad_tokens.
@@ -432,9 +458,15 @@ EPX_HANDLER(prepare_dispatch, .Arg<Buffer>()
                                   .RemainingRets()
                                   .Attrs<DispatchAttributes>());
 EPX_CALL_HANDLER(combine, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>());
-EPX_CALL_HANDLER(
-    combine_bwd,
-    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
+EPX_HANDLER(combine_bwd, .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .Arg<Buffer>()
+                             .RemainingArgs()
+                             .Ret<Buffer>()
+                             .Ret<Buffer>()
+                             .RemainingRets()
+                             .Attrs<FormatAttributes>());
 EPX_CALL_HANDLER(
     dispatch_bwd,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
@@ -450,8 +482,8 @@ EPX_HANDLER(dispatch_rank_major, .Arg<Buffer>()
                                      .RemainingRets()
                                      .Attrs<DispatchAttributes>());
 EPX_CALL_HANDLER(combine_rank_major, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
-EPX_CALL_HANDLER(combine_rank_major_bwd,
-                 .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
+EPX_HANDLER(combine_rank_major_bwd,
+            .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>().Attrs<FormatAttributes>());
 EPX_CALL_HANDLER(
     dispatch_rank_major_bwd,
     .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());

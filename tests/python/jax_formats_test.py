@@ -230,7 +230,45 @@ class Formats(jax_ranks.TestCase):
                         self.compare(call, row_format, received, parts)
                         numpy.testing.assert_array_equal(sidecar.reshape(-1, 1), call.wanted(sidecars))
 
-    def test_5_shard_map_and_checkpoint(self):
+    def test_5_gradients_of_combine(self):
+        """They are those of out's gradient as it has been on the wire."""
+        group = self.formats_group()
+        data = Data(numpy.float32, 7)
+        idx = jnp.asarray(data.idx[RANK], jnp.int32)
+        for row_format in (epx.RowFormat("block128", amax_floor=0.5, wire_only=True), epx.RowFormat("nv", wire_only=True)):
+            there = format_model.round_trip(row_format, data.tokens[RANK])
+            self.assertFalse(there.size and numpy.array_equal(there, data.tokens[RANK]))
+
+            def by_expert(rows, row_weights, token, **options):
+                plan, token = epx.jax.prepare(group, idx, token)
+                return epx.jax.combine(plan, rows, row_weights, token, **options)
+
+            def rank_major(rows, row_weights, token, **options):
+                plan, _, _, token = epx.jax.dispatch_rank_major(group, data.tokens[RANK], idx, None, token)
+                return epx.jax.combine_rank_major(plan, rows * row_weights[..., None], token, **options)
+
+            for function, lead in ((by_expert, (group.max_recv_tokens_per_rank,)), (rank_major, (RANKS, MAX_ROWS))):
+                if function is rank_major and ranks.num_nodes() > 1:
+                    continue  # refused there
+
+                @functools.partial(jax.jit, static_argnames="grad_format")
+                def gradients(rows, row_weights, factor, grad_format=None):
+                    def loss(rows, row_weights):
+                        options = {} if grad_format is None else dict(grad_format=grad_format)
+                        out, token = function(rows, row_weights, epx.jax.first_token(), **options)
+                        return epx.jax.finish(jnp.sum(out * factor), token)
+
+                    return jax.grad(loss, (0, 1))(rows, row_weights)
+
+                generator = numpy.random.default_rng(RANK)
+                arguments = [generator.random(shape).astype(numpy.float32) for shape in ((*lead, HIDDEN), lead)]
+                with self.subTest(format=row_format, function=function.__name__):
+                    found = gradients(*arguments, data.tokens[RANK], grad_format=row_format)
+                    wanted = gradients(*arguments, there)
+                    numpy.testing.assert_array_equal(found[0], wanted[0])
+                    numpy.testing.assert_allclose(found[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+    def test_6_shard_map_and_checkpoint(self):
         """Rows that arrive quantised in two checkpointed layers, whose backward quantises them again."""
         mesh = jax.make_mesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,))
         group = epx.jax.make_group(mesh, "ep", transport=jax_ranks.TRANSPORT, **jax_ranks.config(hidden_dim=HIDDEN))
@@ -277,7 +315,7 @@ class Formats(jax_ranks.TestCase):
         group.check()
         group.destroy()
 
-    def test_6_refusals(self):
+    def test_7_refusals(self):
         """The sentences are those of numpy arrays, but for what JAX alone has."""
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
@@ -312,6 +350,13 @@ class Formats(jax_ranks.TestCase):
             "tokens are differentiated, and their gradient would be cast to float8_e4m3fn": lambda: differentiated(x),
         }.items():
             ranks.refused(self, words, function)
+        plan, token = epx.jax.prepare(group, call.idx, epx.jax.first_token())
+        ranks.refused(
+            self,
+            "grad_format has wire_only False; it must be True",
+            lambda: epx.jax.combine(plan, jnp.ones((call.num_rows, HIDDEN)), None, token, grad_format=block),
+        )
+        jax.block_until_ready(token)
         # The library's own sentences.
         for words, row_format in {
             "with scaling mx it must be float8_e8m0": epx.RowFormat("mx", scale_dtype="float32"),

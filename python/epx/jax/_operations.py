@@ -11,11 +11,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
+from .._formats import of_gradients
 from .._structs import CombinePrecision
 from .._values import count, refuse, refuse_destroyed, require_kind
 from ._ffi import call, number_of
 from ._groups import require_usable
-from ._rows import SLOT, Rows, instantiate, is_symbolic_zero, require_array, require_rows, struct, where_in_use
+from ._rows import SLOT, Rows, attributes_of_format, instantiate, is_symbolic_zero, require_array, require_rows, struct, where_in_use
 
 _INDEX_DTYPES = (jnp.int32, jnp.int64)
 
@@ -324,11 +325,12 @@ def prepare_dispatch(
     return plan, *rows.received(outputs), token
 
 
-def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array]:
+def combine(plan, expert_out, recv_weights, token, *, grad_format=None) -> tuple[jax.Array, jax.Array]:
     """Brings the experts' outputs back. Collective.
 
     expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None on all
-    ranks: all 1.
+    ranks: all 1.  grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out
+    travels in the backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
     """
     group = _group_of(plan, Plan)
@@ -340,6 +342,7 @@ def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array
         require_array("recv_weights", recv_weights, (num_rows,), (jnp.float32,))
         weights = [recv_weights]
     layer = plan.top_k, plan.alignment
+    attributes = attributes_of_format(*of_gradients(grad_format))
     combined = [struct((plan.num_tokens, hidden), expert_out.dtype)]
     returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
@@ -356,9 +359,8 @@ def combine(plan, expert_out, recv_weights, token) -> tuple[jax.Array, jax.Array
         token, handle_mem, offsets, *weights_and_rows = residuals
         _require_cotangent_of_token("combine", cotangents[0])
         next_token, grad_out = map(instantiate, cotangents)
-        next_token, *grads = _call(
-            "combine_bwd", group, layer, [next_token, token, handle_mem, grad_out, *weights_and_rows], returned
-        )
+        operands = [next_token, token, handle_mem, grad_out, *weights_and_rows]
+        next_token, *grads = _call("combine_bwd", group, layer, operands, returned, **attributes)
         in_use = _in_use(plan.zero_unused, num_rows, offsets)
         return next_token, None, None, *[grad if in_use is None else where_in_use(in_use, grad) for grad in grads]
 
@@ -446,10 +448,10 @@ def dispatch_rank_major(
     return plan, *rows.received(outputs), token
 
 
-def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
+def combine_rank_major(plan, expert_out, token, *, grad_format=None) -> tuple[jax.Array, jax.Array]:
     """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
-    expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.
+    expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  grad_format: as in combine().
     Returns (out [T, H], token): out is the sum of a token's rows over the ranks; zero for a token without routes.
     """
     group = _group_of(plan, RankMajorPlan)
@@ -458,6 +460,7 @@ def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
     rows = group.num_ranks, plan.max_rows
     require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
+    attributes = attributes_of_format(*of_gradients(grad_format))
     combined = [struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
     returned = [struct(expert_out.shape, expert_out.dtype)]
 
@@ -473,7 +476,8 @@ def combine_rank_major(plan, expert_out, token) -> tuple[jax.Array, jax.Array]:
         token, handle_mem, counts = residuals
         _require_cotangent_of_token("combine_rank_major", cotangents[0])
         next_token, grad_out = map(instantiate, cotangents)
-        next_token, grad = _call("combine_rank_major_bwd", group, layer, [next_token, token, handle_mem, grad_out], returned)
+        operands = [next_token, token, handle_mem, grad_out]
+        next_token, grad = _call("combine_rank_major_bwd", group, layer, operands, returned, **attributes)
         if plan.zero_unused:
             grad = where_in_use(_holds_token(plan.max_rows, counts), grad)
         return next_token, None, None, grad

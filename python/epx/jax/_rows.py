@@ -78,6 +78,12 @@ def _scales_in_use(in_use, scales, layout):
     return jnp.where(mask, scales, _zero(scales.dtype))
 
 
+def attributes_of_format(codes=(), amax_floor=0.0):
+    """What a handler is told of a format; no codes stand for none."""
+    scaling, dtype, _, scale_layout, _ = codes or 5 * (0,)
+    return dict(scaling=scaling, dtype=dtype, scale_layout=scale_layout, amax_floor=numpy.float32(amax_floor))
+
+
 def _present(optional):
     """A bit for each array, in the order of _OPTIONAL, that is not None."""
     return sum((each is not None) << bit for bit, each in enumerate(optional))
@@ -99,7 +105,7 @@ class Rows:
         require_rows(group, "tokens", rows, num_tokens, dtypes=[row_format.dtype] if scales else ROW_DTYPES)
         self._hidden, self._dtype = rows.shape[1], rows.dtype
         self._shapes = [(*lead, self._hidden)] if row_format is None else row_format.recv_shapes(lead, self._hidden)
-        # Rows that arrive quantised have none but through what stands for them.
+        # Whether tokens have a gradient: where rows arrive quantised, only through what stands for them.
         self._has_gradient = with_wide or (not scales and len(self._shapes) == 1)
         self._is_refused = not scales and not self._has_gradient
         operands = [rows, topk_weights, *scales, *[None] * (2 - len(scales)), None, sidecar]
@@ -117,7 +123,12 @@ class Rows:
         results = [recv_rows, weights, *recv_scales, *[None] * (2 - len(recv_scales)), None, recv_sidecar]
         self.operands = [each for each in operands if each is not None]
         self.results = [each for each in results if each is not None]
-        self.attributes = self._attributes(operands[1:], results[1:])
+        in_format = () if row_format is None else (row_format.codes, row_format.amax_floor)
+        self.attributes = dict(
+            optional_operands=_present(operands[1:]),
+            optional_results=_present(results[1:]),
+            **attributes_of_format(*in_format),
+        )
         gradient = struct(rows.shape, rows.dtype) if self._has_gradient else struct((num_tokens, 1), jnp.float32)
         self.returned = [gradient] + [struct((num_tokens, top_k), jnp.float32)] * self._has_weights
 
@@ -147,18 +158,6 @@ class Rows:
         dtypes = elements, row_format.recv_scales_dtype, jnp.float32
         shapes = self._shapes[0], *row_format.recv_shapes((math.prod(self._lead),), self._hidden)[1:]
         return [struct(shape, dtype) for shape, dtype in zip(shapes, dtypes)]
-
-    def _attributes(self, operands, results):
-        row_format = self._format
-        scaling, dtype, _, scale_layout, _ = 5 * (0,) if row_format is None else row_format.codes
-        return dict(
-            optional_operands=_present(operands),
-            optional_results=_present(results),
-            scaling=scaling,
-            dtype=dtype,
-            scale_layout=scale_layout,
-            amax_floor=numpy.float32(0 if row_format is None else row_format.amax_floor),
-        )
 
     def outputs(self, results, in_use):
         """What a function with a gradient of its own returns of the call's results: rows, weights, a sidecar, scales and what

@@ -8,7 +8,7 @@ import typing
 
 import torch
 
-from .._formats import RowFormat, format_of, parts_of_tokens
+from .._formats import format_of, parts_of_tokens
 from .._values import refuse, require_kind
 from ._group import call, require_usable
 from ._library import new_tensor, ops
@@ -110,18 +110,6 @@ def split(group, tokens, sidecar, row_format, with_wide, records):
     tokens, scales, row_scales = parts + (3 - len(parts)) * [None]
     in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
     return tokens, More(sidecar, *in_format, with_wide, row_format.num_recv_parts)
-
-
-def of_gradients(grad_format):
-    """What a backward of combine takes of a format: codes and amax_floor; no codes for None."""
-    if grad_format is None:
-        return [], 0.0
-    require_kind("grad_format", grad_format, RowFormat)
-    if not grad_format.wire_only:
-        refuse("grad_format has wire_only False; it must be True, since gradients arrive in the dtype of expert_out")
-    if grad_format.encode_scale is not None:
-        refuse("grad_format has an encode_scale; it must be None, since gradients are not known before the backward")
-    return list(grad_format.codes), grad_format.amax_floor
 
 
 def received(results, topk_weights, sidecar, more):

@@ -11,11 +11,11 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat
+from .._formats import RowFormat, of_gradients
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import Operator, fake_format, of_gradients, received, split
+from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._sidecars import new_sidecar
@@ -431,9 +431,9 @@ def combine(
     if recv_weights is not None:
         require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
-    grad_format = of_gradients(grad_format)
+    codes, amax_floor = of_gradients(grad_format)
     if _records(expert_out, recv_weights):
-        return _Combine.apply(grad_format, *args)
+        return _Combine.apply((list(codes), amax_floor), *args)
     return call(number, _combine, *args)
 
 

@@ -9,10 +9,10 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat
+from .._formats import RowFormat, of_gradients
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
-from ._formats import Operator, fake_format, of_gradients, received, split
+from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
@@ -233,9 +233,9 @@ def combine_rank_major(
     group, number = plan.group, plan.group.number
     require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
-    grad_format = of_gradients(grad_format)
+    codes, amax_floor = of_gradients(grad_format)
     if _records(expert_out):
-        return _Combine.apply(grad_format, *args)
+        return _Combine.apply((list(codes), amax_floor), *args)
     return call(number, _combine, *args)
 
 
