@@ -645,20 +645,21 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * combine_bwd multiplies by a weight w where rows land. In a and b, BLOCK128 alone takes weights: the elements stay, and each
  * scale becomes s * w, rounded. The other scalings refuse them (INVALID_ARGUMENT): weigh early, where the experts compute. In
  * c an element becomes (q * s) * w, each product rounded to float32, and then to the receive dtype. The weights' gradients
- * take the elements of grad_out as q * s in float32, without w.
+ * take the elements of grad_out as q * s in float32, without w. Ranks may differ in the dtype of expert_out.
  *
  * ## Sums
  * combine and dispatch_bwd, which add rows up, quantise for the wire alone: their tensors are wide, those of the format NULL.
  * A rank quantises the partial sum of a token's rows once, from float32, without a rounding to the dtype; in the rank-major
  * layout the row is the partial sum. The home rank adds the ranks' q * s in rank order in float32, from +0, and rounds once
- * to the dtype. Its own partial sum takes the same way. The scaling is BLOCK128 or MX, and the group's combine_precision is
- * WIRE (else INVALID_ARGUMENT).
+ * to the dtype. Its own partial sum takes the same way, so results depend on the number of ranks, as those of WIRE do. The
+ * scaling is BLOCK128 or MX, and the group's combine_precision is WIRE (else INVALID_ARGUMENT).
  *
- * A finite partial sum p in a block of scale s comes home with an error of at most max(2^-4 * |p|, 2^-10 * s) for E4M3, and
- * max(2^-3 * |p|, 2^-17 * s) for E5M2, times 1 + 2^-16, plus 2^-126. The errors of a token's partial sums add up. To that
- * come the roundings of the sum at home.
+ * A partial sum p in a block of scale s comes home with an error of at most max(2^-4 * |p|, 2^-10 * s) for E4M3, and
+ * max(2^-3 * |p|, 2^-17 * s) for E5M2, times 1 + 2^-16, plus 2^-120, where q * s is finite. The errors of a token's partial
+ * sums add up. To that come the roundings of the sum at home.
  *
- * Groups of several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
+ * With a format max_token_dtype bounds what travels, a row with its scales, and tensors may be wider than it. Groups of
+ * several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
  * @{ */
 
 /** How the elements of a quantised row are scaled. */
@@ -691,11 +692,11 @@ typedef struct epx_row_format {
   epx_scaling scaling;               /**< of rows on the wire; not NONE */
   epx_dtype dtype;                   /**< of the elements that travel: see the scalings */
   float amax_floor;                  /**< of BLOCK128 and BLOCK128_POW2, >= 0 and finite; 0 in the others */
-  epx_scale_layout scale_layout;     /**< of recv_scales; ranks may differ */
+  epx_scale_layout scale_layout;     /**< of recv_scales; ranks may differ; ROWS in c and in sums */
   const epx_tensor* scales;          /**< [in]  a: [T, S], dtype of the scaling's scales; NULL in the others */
   const epx_tensor* row_scales;      /**< [in]  a, NV: [T] FLOAT32; NULL in the others */
   const epx_tensor* encode_scale;    /**< [in, optional] b and c, NV: [1] FLOAT32 > 0, finite: e of this rank's rows */
-  const epx_tensor* recv_scales;     /**< [out] a and b: in scale_layout; NULL in c */
+  const epx_tensor* recv_scales;     /**< [out] a and b: in scale_layout; NULL in c and in sums */
   const epx_tensor* recv_row_scales; /**< [out] a and b, NV: [N] FLOAT32; NULL in the others */
   int64_t reserved[4];               /**< 0 */
 } epx_row_format;
@@ -951,12 +952,12 @@ typedef struct epx_combine_rank_major_args {
   epx_stream stream;
   const epx_tensor* expert_out; /**< [in]  [P, M, H] FLOAT32, FLOAT16 or BFLOAT16: the sum of each row's experts' rows */
   const epx_tensor* out;        /**< [out] [T, H], dtype of expert_out */
-  const epx_row_format* format; /**< [optional] in which rows travel; NULL: as they are */
+  const epx_row_format* format; /**< [optional] in which rows travel home (Sums); NULL: as they are */
 } epx_combine_rank_major_args;
 
 /** out[t] = the sum of token t's kept rows over the ranks in ascending order, in float32 by the rules above, rounded
- * once. That is what epx_combine yields in precision `wire` if the caller has summed a row's experts by fma in k order
- * from +0 in float32, and rounded once. A token without a kept row gets zero. Rows at or beyond counts are never read.
+ * once. Without a format that is what epx_combine yields in precision `wire` if the caller has summed a row's experts by fma
+ * in k order from +0 in float32, and rounded once. A token without a kept row gets zero. Rows at or beyond counts are never read.
  * Errors: besides, INVALID_ARGUMENT in a group of precision `exact`, whose results do not depend on the number of
  * ranks. */
 EPX_API epx_status epx_combine_rank_major(epx_group group, const epx_combine_rank_major_args* args);
@@ -988,7 +989,7 @@ typedef struct epx_dispatch_rank_major_bwd_args {
   const epx_tensor* grad_recv_weights; /**< [in, optional] [P, M, K] FLOAT32; read where recv_topk_idx was not -1 */
   const epx_tensor* grad_tokens;       /**< [out] [T, H], dtype of grad_recv */
   const epx_tensor* grad_topk_weights; /**< [out] [T, K] FLOAT32, iff grad_recv_weights is given */
-  const epx_row_format* format;        /**< [optional] in which rows travel; NULL: as they are */
+  const epx_row_format* format;        /**< [optional] in which rows travel home (Sums); NULL: as they are */
 } epx_dispatch_rank_major_bwd_args;
 
 /** grad_tokens[t] = the sum of grad_recv over token t's kept rows, as in epx_combine_rank_major. grad_topk_weights[t, k] =

@@ -206,6 +206,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   fill_in(mine);
 }
 
+// Formats of one scale for each row, in layouts whose places follow from the slot alone.
 void DamagedLayer::choose_format(Rng& rng) {
   const epx_scaling scaling = rng.pick({EPX_SCALING_NONE, EPX_SCALING_NONE, EPX_SCALING_BLOCK128, EPX_SCALING_MX});
   const bool has_formats = device_.transport() == EPX_TRANSPORT_HOST || num_nodes(group_.shape()) == 1;

@@ -170,6 +170,7 @@ AT(epx_combine_args, stream, 32);
 AT(epx_combine_args, expert_out, 40);
 AT(epx_combine_args, recv_weights, 48);
 AT(epx_combine_args, out, 56);
+AT(epx_combine_args, format, 64);
 
 AT(epx_combine_bwd_args, struct_size, 0);
 AT(epx_combine_bwd_args, layer, 8);
@@ -181,6 +182,7 @@ AT(epx_combine_bwd_args, expert_out, 48);
 AT(epx_combine_bwd_args, recv_weights, 56);
 AT(epx_combine_bwd_args, grad_expert_out, 64);
 AT(epx_combine_bwd_args, grad_recv_weights, 72);
+AT(epx_combine_bwd_args, format, 80);
 
 AT(epx_dispatch_bwd_args, struct_size, 0);
 AT(epx_dispatch_bwd_args, layer, 8);
@@ -191,6 +193,7 @@ AT(epx_dispatch_bwd_args, grad_recv, 40);
 AT(epx_dispatch_bwd_args, grad_recv_weights, 48);
 AT(epx_dispatch_bwd_args, grad_tokens, 56);
 AT(epx_dispatch_bwd_args, grad_topk_weights, 64);
+AT(epx_dispatch_bwd_args, format, 72);
 
 AT(epx_dispatch_rank_major_args, struct_size, 0);
 AT(epx_dispatch_rank_major_args, layer, 8);
@@ -213,6 +216,7 @@ AT(epx_combine_rank_major_args, handle_mem_bytes, 24);
 AT(epx_combine_rank_major_args, stream, 32);
 AT(epx_combine_rank_major_args, expert_out, 40);
 AT(epx_combine_rank_major_args, out, 48);
+AT(epx_combine_rank_major_args, format, 56);
 
 AT(epx_combine_rank_major_bwd_args, struct_size, 0);
 AT(epx_combine_rank_major_bwd_args, layer, 8);
@@ -221,6 +225,7 @@ AT(epx_combine_rank_major_bwd_args, handle_mem_bytes, 24);
 AT(epx_combine_rank_major_bwd_args, stream, 32);
 AT(epx_combine_rank_major_bwd_args, grad_out, 40);
 AT(epx_combine_rank_major_bwd_args, grad_expert_out, 48);
+AT(epx_combine_rank_major_bwd_args, format, 56);
 
 AT(epx_dispatch_rank_major_bwd_args, struct_size, 0);
 AT(epx_dispatch_rank_major_bwd_args, layer, 8);
@@ -231,6 +236,7 @@ AT(epx_dispatch_rank_major_bwd_args, grad_recv, 40);
 AT(epx_dispatch_rank_major_bwd_args, grad_recv_weights, 48);
 AT(epx_dispatch_rank_major_bwd_args, grad_tokens, 56);
 AT(epx_dispatch_rank_major_bwd_args, grad_topk_weights, 64);
+AT(epx_dispatch_rank_major_bwd_args, format, 72);
 
 SIZE(epx_status, 4);
 IS(EPX_SUCCESS, 0);

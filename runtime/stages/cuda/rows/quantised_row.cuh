@@ -43,9 +43,6 @@ struct NoWeight {};
 struct PlaceWeight {
   float value;
 };
-__device__ inline float times_weight_of_lane(float x, NoWeight /*own*/, int /*lane*/) {
-  return x;
-}
 __device__ inline float times_weight_of_lane(float x, PlaceWeight own, int lane) {
   return x * from_lane(own.value, lane);
 }
@@ -408,8 +405,7 @@ __device__ inline float decode_element(const WireFormat& format, uint32_t code) 
 
 // Returns the dot product of a quantised row and x, by the fixed tree (reduce_tree). All lanes call this.
 template <typename T>
-__device__ __noinline__ float multiply_row(const WireFormat format, const QuantisedSource from, int64_t hidden,
-                                           const T* x) {
+__device__ __noinline__ float dot_row(const WireFormat format, const QuantisedSource from, int64_t hidden, const T* x) {
   const bool is_packed = format.elements == EPX_FLOAT4_E2M1;
   const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
   const int block_shift = block_shift_of(format);

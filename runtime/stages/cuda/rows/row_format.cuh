@@ -86,11 +86,11 @@ public:
       begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to), PlaceWeight{weight});
   }
   // Returns the dot product of a row in staging, without a weight, and a row of `dtype`. All lanes pass the same.
-  __device__ float multiply(const std::byte* from, epx_dtype dtype, const std::byte* x) const {
+  __device__ float dot(const std::byte* from, epx_dtype dtype, const std::byte* x) const {
     const QuantisedSource source = staged(from);
-    if (dtype == EPX_FLOAT32) return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const float*>(x));
-    if (dtype == EPX_FLOAT16) return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const __half*>(x));
-    return multiply_row(call_.format, source, call_.hidden, reinterpret_cast<const __nv_bfloat16*>(x));
+    if (dtype == EPX_FLOAT32) return dot_row(call_.format, source, call_.hidden, reinterpret_cast<const float*>(x));
+    if (dtype == EPX_FLOAT16) return dot_row(call_.format, source, call_.hidden, reinterpret_cast<const __half*>(x));
+    return dot_row(call_.format, source, call_.hidden, reinterpret_cast<const __nv_bfloat16*>(x));
   }
   __device__ void begin_keep(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
                              int64_t index, std::byte* to) const {

@@ -135,7 +135,7 @@ struct QuantisedCombineBwd {
     const int64_t expert_bytes = epx::row_bytes(call.expert_dtype, call.hidden);
     for (unsigned left = __ballot_sync(~0u, is_slot ? 1 : 0); left != 0; left &= left - 1) {
       const int32_t one = from_lane(slot, lowest_bit(left));
-      const float product = format().multiply(source_row.row, call.expert_dtype, call.expert_out + one * expert_bytes);
+      const float product = format().dot(source_row.row, call.expert_dtype, call.expert_out + one * expert_bytes);
       if (lane() == 0) call.grad_recv_weights[one] = product;
     }
   }
