@@ -24,7 +24,7 @@ void run_group(const RankContext& context, uint64_t group_seed, uint64_t layers)
     described.layer = random_layer(described.group, described.seed);
     if (num_nodes(described.group) > 1) { // refused there
       described.layer.rank_major = RankMajorRows::absent;
-      described.layer.format = {};
+      described.layer.clear_formats();
     }
     try {
       LayerRun layer(group, described.layer, Placement::random, described.seed);
