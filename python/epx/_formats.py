@@ -11,11 +11,13 @@ from ._structs import DTYPES, DTYPE_NAMES, Scaling, ScaleLayout
 from ._values import member, name_of, number, refuse, refuse_choice, require_kind
 from .errors import raise_if_failed
 
-_FLOAT32, _E8M0, _E4M3 = "float32", "float8_e8m0fnu", "float8_e4m3fn"
-ELEMENTS = _E4M3, "float8_e5m2", "float4_e2m1fn"
+_FLOAT32, _E8M0, _E4M3, _E5M2, _E2M1 = "float32", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
+ELEMENTS = _E4M3, _E5M2, _E2M1
 _SCALES = _FLOAT32, _E8M0, _E4M3
 _BLOCKS = {Scaling.BLOCK128: 128, Scaling.BLOCK128_POW2: 128, Scaling.MX: 32, Scaling.NV: 16}
 _SCALE_DTYPES = {Scaling.BLOCK128: _FLOAT32, Scaling.BLOCK128_POW2: _FLOAT32, Scaling.MX: _E8M0, Scaling.NV: _E4M3}
+_WIDE_BYTES = {_FLOAT32: 4, "float16": 2, "bfloat16": 2}
+ZEROS_DTYPE = "float16"  # of the column that stands for rows without a gradient, in the backward of a dispatch
 
 
 def _dtype_name(dtype):
@@ -100,7 +102,7 @@ class RowFormat:
     @property
     def elements_per_byte(self) -> int:
         """2 of float4_e2m1fn, else 1."""
-        return 2 if self.dtype == "float4_e2m1fn" else 1
+        return 2 if self.dtype == _E2M1 else 1
 
     @property
     def recv_scales_dtype(self) -> str:
@@ -174,6 +176,20 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
     if len(parts) == 1 and _dtype_name(getattr(tokens, "dtype", None)) in ELEMENTS:
         refuse(f"{name} is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
     return parts
+
+
+def require_room_for_gradients(max_token_dtype, tokens_dtype):
+    """Refuses a dispatch in a format whose backward, which has none, sends rows that are wider than the group's. tokens_dtype:
+    None where rows have no gradient, so that a column of zeros travels with those of the weights."""
+    name = ZEROS_DTYPE if tokens_dtype is None else _dtype_name(tokens_dtype)
+    if _WIDE_BYTES.get(name, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
+        return
+    if tokens_dtype is None:
+        reason = f"the backward sends the gradient of topk_weights with a column of {name}"
+    else:
+        reason = f"tokens are {name}, in which the backward sends their gradient"
+    cast = f", or cast tokens to {max_token_dtype}" if max_token_dtype in _WIDE_BYTES else ""
+    refuse(f"{reason}, and the group's max_token_dtype {max_token_dtype} is narrower: create it with {name}{cast}")
 
 
 def of_gradients(grad_format):

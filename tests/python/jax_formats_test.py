@@ -207,10 +207,10 @@ class Formats(jax_ranks.TestCase):
                     jax.tree.map(numpy.testing.assert_array_equal, gradients, wanted)
 
     def test_4_weights_alone_have_gradients(self):
-        group = self.formats_group(max_sidecar_bytes=4)
-        data = Data(numpy.float32, 4)
         sidecars = [numpy.arange(count, dtype=numpy.int32)[:, None] for count in NUM_TOKENS]
-        for row_format in (epx.RowFormat("block128"), epx.RowFormat("nv")):
+        for dtype, row_format in zip(DTYPES, (epx.RowFormat("block128"), epx.RowFormat("nv"))):
+            group = self.formats_group(max_sidecar_bytes=4, max_token_dtype=numpy.dtype(dtype).name)
+            data = Data(dtype, 4)
             parts = data.parts(row_format)
             given = quantised_by_caller(row_format, [part[RANK] for part in parts])
             for call in self.calls(group, data):
@@ -364,6 +364,30 @@ class Formats(jax_ranks.TestCase):
         }.items():
             with self.assertRaisesRegex(Exception, words):
                 jax.block_until_ready(dispatch(x, format=row_format))
+
+    def test_8_gradients_that_do_not_fit_the_group(self):
+        """They are refused while the forward is traced, so no rank has made a call."""
+        block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
+        data = Data(numpy.float32, 8)
+        x, weights = jnp.asarray(data.tokens[RANK]), jnp.asarray(data.weights[RANK])
+        given = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
+        of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
+        of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"
+        for max_dtype, cases in {
+            "bfloat16": ((of_tokens, x, wire, {}), (of_tokens, x, block, {"with_wide": True})),
+            "float8_e4m3fn": ((of_tokens, x, wire, {}), (of_weights, x, block, {}), (of_weights, given, block, {})),
+        }.items():
+            for call in self.calls(self.formats_group(max_token_dtype=max_dtype), data):
+                for words, tokens, row_format, options in cases:
+
+                    def loss(weights):
+                        _, row_weights, *_, token = call(
+                            tokens, weights, epx.jax.first_token(), format=row_format, **options
+                        )
+                        return epx.jax.finish(jnp.sum(row_weights), token)
+
+                    with self.subTest(max_dtype=max_dtype, words=words, call=type(call).__name__):
+                        ranks.refused(self, words.format(max_dtype), lambda: jax.jit(jax.grad(loss))(weights))
 
 
 if __name__ == "__main__":

@@ -207,8 +207,8 @@ class Formats(unittest.TestCase):
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
     def test_4_gradients_of_rows_that_arrive_quantised(self):
-        with make_group(max_sidecar_bytes=4) as group:
-            for dtype in (torch.float32, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):  # which fits the group exactly
+            with make_group(max_sidecar_bytes=4, max_token_dtype=str(dtype).removeprefix("torch.")) as group:
                 data = Data(dtype, 4)
                 idx, tokens, weights = data.own
                 leaves = [tokens.requires_grad_(), weights.requires_grad_()]
@@ -233,7 +233,7 @@ class Formats(unittest.TestCase):
                                 _, _, row_weights = call(given, format=row_format)
                                 (grad,) = gradients(row_weights.sum(), [weights])
                                 self.assertTrue(torch.equal(grad, (idx >= 0).float()))
-            group.check()
+                group.check()
 
     def test_5_compiled(self):
         with make_group() as group:
@@ -371,6 +371,27 @@ class Formats(unittest.TestCase):
             with torch.no_grad():
                 dispatch(plan, leaf, format=block)
             group.check()
+
+    def test_9_gradients_that_do_not_fit_the_group(self):
+        """The forward refuses them, on its rank alone; without gradients the same call is made."""
+        block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
+        data = Data(torch.float32, 9)
+        idx, x, weights = data.own
+        given = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
+        of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
+        of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"
+        for max_dtype, cases in {
+            "bfloat16": ((of_tokens, x, wire, {}), (of_tokens, x, block, {"with_wide": True})),
+            "float8_e4m3fn": ((of_tokens, x, wire, {}), (of_weights, x, block, {}), (of_weights, given, block, {})),
+        }.items():
+            with make_group(max_token_dtype=max_dtype) as group:
+                for words, tokens, row_format, options in cases:
+                    with_gradient = weights.detach().requires_grad_()
+                    for call, plain in zip(calls(group, idx, with_gradient), calls(group, idx, weights)):
+                        with self.subTest(max_dtype=max_dtype, words=words, call=call.__name__):
+                            ranks.refused(self, words.format(max_dtype), lambda: call(tokens, format=row_format, **options))
+                            plain(tokens, format=row_format, **options)
+                group.check()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from .._formats import parts_of_tokens
+from .._formats import ZEROS_DTYPE, parts_of_tokens, require_room_for_gradients
 from .._structs import ScaleLayout
 from .._values import refuse, refuse_dtype, refuse_kind, require_shape, require_sidecar
 
@@ -103,7 +103,7 @@ class Rows:
         self._format, self._lead, self._with_wide = row_format, lead, with_wide
         self._has_weights, self._has_sidecar = topk_weights is not None, sidecar is not None
         require_rows(group, "tokens", rows, num_tokens, dtypes=[row_format.dtype] if scales else ROW_DTYPES)
-        self._hidden, self._dtype = rows.shape[1], rows.dtype
+        self._hidden, self._dtype, self._max_dtype = rows.shape[1], rows.dtype, group.max_token_dtype
         self._shapes = [(*lead, self._hidden)] if row_format is None else row_format.recv_shapes(lead, self._hidden)
         # Whether tokens have a gradient: where rows arrive quantised, only through what stands for them.
         self._has_gradient = with_wide or (not scales and len(self._shapes) == 1)
@@ -129,7 +129,7 @@ class Rows:
             optional_results=_present(results[1:]),
             **attributes_of_format(*in_format),
         )
-        gradient = struct(rows.shape, rows.dtype) if self._has_gradient else struct((num_tokens, 1), jnp.float32)
+        gradient = struct(rows.shape, rows.dtype) if self._has_gradient else struct((num_tokens, 1), ZEROS_DTYPE)
         self.returned = [gradient] + [struct((num_tokens, top_k), jnp.float32)] * self._has_weights
 
     def _in_format(self, operands, num_tokens, row_format):
@@ -180,13 +180,16 @@ class Rows:
         return rows, *others, *scales, *wide
 
     def require_gradient(self, tokens):
-        """Refuses tokens, as the forward of a function with a gradient of its own has them, whose gradient would be lost."""
+        """Refuses tokens, as the forward of a function with a gradient of its own has them, whose gradient would be lost, and
+        a backward that the group has no room for. The backward makes its call also where tokens and weights are constants."""
         if self._is_refused and tokens.perturbed:
             refuse(
                 f"tokens are differentiated, and their gradient would be cast to {self._format.dtype}, the dtype of the rows that "
                 "arrive: give with_wide=True, and use the array that it returns for the rows' gradient; or give "
                 "jax.lax.stop_gradient(tokens)"
             )
+        if self._format is not None:
+            require_room_for_gradients(self._max_dtype, self._dtype if self._has_gradient else None)
 
     def cotangents(self, cotangents):
         """Those of outputs() that the backward takes. Rows that have none get one column of zeros, which the call for the
@@ -194,7 +197,7 @@ class Rows:
         if self._has_gradient:
             rows = instantiate(cotangents[-1 if self._with_wide else 0])
         else:
-            rows = jnp.zeros((*self._lead, 1), jnp.float32)
+            rows = jnp.zeros((*self._lead, 1), ZEROS_DTYPE)
         return [rows, *[instantiate(each) for each in cotangents[1 : 1 + self._has_weights]]]
 
     def gradients(self, returned):

@@ -8,7 +8,7 @@ import typing
 
 import torch
 
-from .._formats import format_of, parts_of_tokens
+from .._formats import ZEROS_DTYPE, format_of, parts_of_tokens, require_room_for_gradients
 from .._values import refuse, require_kind
 from ._group import call, require_usable
 from ._library import new_tensor, ops
@@ -31,6 +31,10 @@ class More(typing.NamedTuple):
     encode_scale: torch.Tensor | None = None
     with_wide: bool = False
     num_parts: int = 1  # that recv_tokens is
+
+    @property
+    def has_rows_gradient(self):
+        return self.with_wide or self.num_parts == 1
 
     def sidecar_alone(self):
         """What a dispatch into recv_tokens takes. Refuses a format."""
@@ -68,7 +72,7 @@ class Operator:
     def mark(self, ctx, more, outputs):
         """Tells autograd which outputs have a gradient: weights, and rows or what stands for them."""
         with_wide = more is not None and more.with_wide
-        ctx.has_rows_gradient = with_wide or more is None or more.num_parts == 1
+        ctx.has_rows_gradient = more is None or more.has_rows_gradient
         ctx.rows = len(outputs) - 1 if with_wide else self.rows
         differentiable = (self.weights, ctx.rows) if ctx.has_rows_gradient else (self.weights,)
         others = [each for i, each in enumerate(outputs) if i not in differentiable]
@@ -86,18 +90,21 @@ class Operator:
         found = [grads[ctx.rows], grads[self.weights]]
         if not ctx.has_rows_gradient:
             like = ctx.zeros[0]
-            found[0] = torch.zeros(*like["size"][:-1], 1, dtype=torch.float32, device=like["device"])
+            found[0] = torch.zeros(*like["size"][:-1], 1, dtype=_dtype_of(ZEROS_DTYPE), device=like["device"])
         return [torch.zeros(**zeros) if grad is None else grad for zeros, grad in zip(ctx.zeros, found)]
 
 
-def split(group, tokens, sidecar, row_format, with_wide, records):
-    """The tensor of tokens, and More or None. records: a function that tells whether autograd records a call on a tensor."""
+def split(group, tokens, topk_weights, sidecar, row_format, with_wide, records):
+    """The tensor of tokens, More or None, and whether autograd records the call. records: a function that tells whether it
+    records a call on tensors."""
     parts = parts_of_tokens(tokens, row_format, with_wide=with_wide)
     for name, part in zip(("tokens", "scales", "row_scales"), parts):
         require_usable(group, name, part)
     sidecar = as_bytes(group, sidecar, parts[0])
+    if topk_weights is not None:
+        require_usable(group, "topk_weights", topk_weights)
     if row_format is None:
-        return tokens, None if sidecar is None else More(sidecar)
+        return tokens, None if sidecar is None else More(sidecar), records(tokens, topk_weights)
     if row_format.encode_scale is not None:
         require_usable(group, "encode_scale", row_format.encode_scale)
     if len(parts) > 1:
@@ -109,7 +116,10 @@ def split(group, tokens, sidecar, row_format, with_wide, records):
         )
     tokens, scales, row_scales = parts + (3 - len(parts)) * [None]
     in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
-    return tokens, More(sidecar, *in_format, with_wide, row_format.num_recv_parts)
+    more, is_recorded = More(sidecar, *in_format, with_wide, row_format.num_recv_parts), records(tokens, topk_weights)
+    if is_recorded:
+        require_room_for_gradients(group.max_token_dtype, tokens.dtype if more.has_rows_gradient else None)
+    return tokens, more, is_recorded
 
 
 def received(results, topk_weights, sidecar, more):

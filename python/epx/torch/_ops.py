@@ -340,12 +340,10 @@ def prepare_dispatch(
     number, int64_counts = group.number, _is_int64(counts_dtype)
     if num_rows is None:
         num_rows = group.max_recv_tokens_per_rank
-    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
     require_usable(group, "topk_idx", topk_idx)
-    if topk_weights is not None:
-        require_usable(group, "topk_weights", topk_weights)
     args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
-    run = _PrepareDispatch.apply if _records(tokens, topk_weights) else _PREPARE_DISPATCH.run
+    run = _PrepareDispatch.apply if records else _PREPARE_DISPATCH.run
     handle_mem, results, *rows = run(more, *args)
     plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], handle_mem, results)
     return plan, *received(rows, topk_weights, sidecar, more)
@@ -386,10 +384,7 @@ def dispatch(
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
-    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
-    if topk_weights is not None:
-        require_usable(group, "topk_weights", topk_weights)
-    records = _records(tokens, topk_weights)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
     args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
     if recv_tokens is not None:
         bytes_ = None if more is None else more.sidecar_alone()

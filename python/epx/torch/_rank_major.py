@@ -195,11 +195,8 @@ def dispatch_rank_major(
     """
     require_kind("group", group, Group)
     number = group.number
-    tokens, more = split(group, tokens, sidecar, format, with_wide, _records)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
     require_usable(group, "topk_idx", topk_idx)
-    if topk_weights is not None:
-        require_usable(group, "topk_weights", topk_weights)
-    records = _records(tokens, topk_weights)
     args = number, tokens, topk_idx, topk_weights
     if recv_tokens is None:
         run = _Dispatch.apply if records else _DISPATCH.run
