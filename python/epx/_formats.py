@@ -33,7 +33,7 @@ def _one_of(names, name, dtype):
     return text
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RowFormat:
     """How rows of 8 or 4 bits are scaled, and where their scales lie: epx_row_format, whose page in epx.h has the definitions.
 
@@ -42,7 +42,8 @@ class RowFormat:
     default 1e-4. Gradients need 0.  scale_dtype: of scales, "float32", "float8_e8m0fnu" or "float8_e4m3fn"; only with
     BLOCK128_POW2 there is a choice, of the first two.  scale_layout: a ScaleLayout, or "rows", "columns", "packed" or "tiles", of
     the scales that arrive.  wire_only: wide rows are quantised for the wire alone, and arrive in their own dtype.  encode_scale:
-    of NV, an array [1] float32 in the place of the scale that each row gets; it is positive. It is not compared by ==.
+    of NV, an array [1] float32 in the place of the scale that each row gets; it is positive. Equal formats,
+    which are one static argument of jax.jit, have the same array object.
 
     All ranks of a call have the same scaling, dtype, amax_floor, scale_dtype and wire_only. A call takes
     - quantised rows with their scales, which arrive as they are: tokens is a tuple (rows, scales), with NV (rows, scales,
@@ -60,7 +61,7 @@ class RowFormat:
     scale_dtype: str | None = None
     scale_layout: ScaleLayout = ScaleLayout.ROWS
     wire_only: bool = False
-    encode_scale: typing.Any = dataclasses.field(default=None, compare=False)
+    encode_scale: typing.Any = None
 
     def __post_init__(self):
         scaling = member(Scaling, self.scaling, "scaling")
@@ -83,6 +84,16 @@ class RowFormat:
 
         codes = scaling, DTYPES[fields["dtype"]], DTYPES[fields["scale_dtype"]], layout, self.wire_only
         object.__setattr__(self, "codes", tuple(map(int, codes)))  # what operators of JAX and PyTorch take
+
+    def _key(self):
+        """All fields. An array is what it is, since its elements may change, and on a device nobody compares them."""
+        return self.codes, self.amax_floor, id(self.encode_scale)
+
+    def __eq__(self, other):
+        return self._key() == other._key() if isinstance(other, RowFormat) else NotImplemented
+
+    def __hash__(self):
+        return hash(self._key())
 
     @property
     def has_row_scales(self) -> bool:

@@ -306,6 +306,22 @@ class Formats(unittest.TestCase):
         self.assertEqual(caught.exception.status, epx.Status.MISMATCH)
         group.destroy()
 
+    def test_9_equality(self):
+        """Formats that quantise otherwise are not equal, as keys of caches neither: an encode_scale is the array that it is."""
+        scale = numpy.ones(1, numpy.float32)
+        make = functools.partial(epx.RowFormat, "nv")
+        self.assertEqual(make(encode_scale=scale), make(encode_scale=scale))
+        self.assertEqual(len({make(encode_scale=scale), make(encode_scale=scale), make(), make()}), 2)
+        self.assertNotEqual(make(encode_scale=scale), make(encode_scale=scale.copy()))
+        self.assertNotEqual(make(encode_scale=scale), make())
+        block = epx.RowFormat("block128")
+        for change in (
+            dict(amax_floor=0), dict(dtype="float8_e5m2"), dict(scale_dtype="float8_e8m0fnu"), dict(scale_layout="columns"),
+            dict(wire_only=True), dict(scaling="block128_pow2"),
+        ):
+            self.assertNotEqual(dataclasses.replace(block, **change), block)
+        self.assertNotEqual(block, "block128")
+
 
 if __name__ == "__main__":
     ranks.main()
