@@ -2,6 +2,7 @@
 """The format in which the rows of a call travel, for all kinds of arrays."""
 
 import dataclasses
+import math
 import typing
 
 import numpy
@@ -15,6 +16,7 @@ _FLOAT32, _E8M0, _E4M3, _E5M2, _E2M1 = "float32", "float8_e8m0fnu", "float8_e4m3
 ELEMENTS = _E4M3, _E5M2, _E2M1
 _SCALES = _FLOAT32, _E8M0, _E4M3
 _BLOCKS = {Scaling.BLOCK128: 128, Scaling.BLOCK128_POW2: 128, Scaling.MX: 32, Scaling.NV: 16}
+_DTYPES = {Scaling.BLOCK128: (_E4M3,), Scaling.BLOCK128_POW2: (_E4M3,), Scaling.MX: (_E4M3, _E5M2), Scaling.NV: (_E2M1,)}
 _SCALE_DTYPES = {Scaling.BLOCK128: _FLOAT32, Scaling.BLOCK128_POW2: _FLOAT32, Scaling.MX: _E8M0, Scaling.NV: _E4M3}
 _WIDE_BYTES = {_FLOAT32: 4, "float16": 2, "bfloat16": 2}
 ZEROS_DTYPE = "float16"  # of the column that stands for rows without a gradient, in the backward of a dispatch
@@ -204,7 +206,7 @@ def require_room_for_gradients(max_token_dtype, tokens_dtype):
 
 
 def of_gradients(grad_format):
-    """What a backward of combine takes of a format: codes and amax_floor; no codes for None."""
+    """What a backward of combine takes of a format: codes and amax_floor; no codes for None. Refuses what the backward would."""
     if grad_format is None:
         return (), 0.0
     require_kind("grad_format", grad_format, RowFormat)
@@ -212,4 +214,13 @@ def of_gradients(grad_format):
         refuse("grad_format has wire_only False; it must be True, since gradients arrive in the dtype of expert_out")
     if grad_format.encode_scale is not None:
         refuse("grad_format has an encode_scale; it must be None, since gradients are not known before the backward")
-    return grad_format.codes, grad_format.amax_floor
+    scaling, dtypes, floor = grad_format.scaling, _DTYPES[grad_format.scaling], grad_format.amax_floor
+    if grad_format.scale_layout != ScaleLayout.ROWS:
+        layout = grad_format.scale_layout.name.lower()
+        refuse(f"grad_format has scale_layout {layout}; it must be rows, since gradients arrive without scales")
+    if grad_format.dtype not in dtypes:
+        wanted = " or ".join(dtypes)
+        refuse(f"grad_format has dtype {grad_format.dtype}; with scaling {scaling.name.lower()} it must be {wanted}")
+    if not (0 <= floor < math.inf if scaling in (Scaling.BLOCK128, Scaling.BLOCK128_POW2) else floor == 0):
+        refuse(f"grad_format has amax_floor {floor}; it must be finite and not negative, and 0 with scaling mx or nv")
+    return grad_format.codes, floor

@@ -351,11 +351,13 @@ class Formats(jax_ranks.TestCase):
         }.items():
             ranks.refused(self, words, function)
         plan, token = epx.jax.prepare(group, call.idx, epx.jax.first_token())
-        ranks.refused(
-            self,
-            "grad_format has wire_only False; it must be True",
-            lambda: epx.jax.combine(plan, jnp.ones((call.num_rows, HIDDEN)), None, token, grad_format=block),
-        )
+        for words, grad_format in {
+            "grad_format has wire_only False; it must be True": block,
+            "grad_format has scale_layout columns; it must be rows": dataclasses.replace(wire, scale_layout="columns"),
+            "grad_format has dtype float8_e5m2; with scaling block128": dataclasses.replace(wire, dtype="float8_e5m2"),
+        }.items():
+            expert_out = jnp.ones((call.num_rows, HIDDEN))
+            ranks.refused(self, words, lambda: epx.jax.combine(plan, expert_out, None, token, grad_format=grad_format))
         jax.block_until_ready(token)
         # The library's own sentences.
         for words, row_format in {

@@ -360,6 +360,15 @@ class Formats(unittest.TestCase):
                     x,
                     grad_format=epx.RowFormat("nv", wire_only=True, encode_scale=on_device(torch.ones(1))),
                 ),
+                "grad_format has scale_layout columns; it must be rows": lambda: epx.torch.combine(
+                    plan, rows, grad_format=dataclasses.replace(wire, scale_layout="columns")
+                ),
+                "grad_format has dtype float8_e5m2; with scaling block128 it must be float8_e4m3fn": lambda: epx.torch.combine(
+                    plan, rows, grad_format=dataclasses.replace(wire, dtype="float8_e5m2")
+                ),
+                "grad_format has amax_floor -1.0; it must be finite and not negative": lambda: epx.torch.combine(
+                    plan, rows, grad_format=dataclasses.replace(wire, amax_floor=-1)
+                ),
                 "with scaling mx it must be float8_e8m0": lambda: dispatch(
                     plan, x, format=epx.RowFormat("mx", scale_dtype="float32")
                 ),
