@@ -59,7 +59,7 @@ class Group(GroupBase):
     hidden_dim                the largest H
     max_top_k                 the largest K
     max_token_dtype           the widest dtype of tokens: "float32", "float16" or "bfloat16", or a dtype; or "float8_e4m3fn",
-                              "float8_e5m2" or "float4_e2m1fn", of a group that only dispatches quantised rows
+                              "float8_e5m2" or "float4_e2m1fn", of a group whose rows all travel in 8 or 4 bits
     max_alignment             the largest alignment of zones, in rows; default 128
     max_recv_tokens_per_rank  R; 0: the worst case
     max_sidecar_bytes         the largest sidecar of a token, in bytes; default 0
