@@ -98,11 +98,11 @@ struct LayerCase {
   FormatCase combine_bwd_format; // not copied
   FormatCase combine_rank_major_bwd_format;
   FormatCase sum_format; // of the calls that add rows up: none or on_wire, the latter in precision wire
+  RankMajorRows rank_major = RankMajorRows::absent;
 
   void clear_formats() { // of all calls
     format = rank_major_format = combine_bwd_format = combine_rank_major_bwd_format = sum_format = {};
   }
-  RankMajorRows rank_major = RankMajorRows::absent;
 };
 
 enum class Placement { plain, in_place, random }; // where the tensors of a call lie: own memory, or epx_mem_alloc's
