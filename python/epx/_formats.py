@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The format in which the rows of a call travel, for all kinds of arrays."""
 
+import ctypes
 import dataclasses
 import math
 import typing
@@ -8,16 +9,32 @@ import typing
 import numpy
 
 from . import _structs
-from ._structs import DTYPES, DTYPE_NAMES, Scaling, ScaleLayout
-from ._values import member, name_of, number, refuse, refuse_choice, require_kind
-from .errors import raise_if_failed
+from ._structs import DTYPES, DTYPE_NAMES, CombinePrecision, Scaling, ScaleLayout, Status, Transport
+from ._values import member, name_of, number, refuse, refuse_choice, refuse_kind, require_kind
+from .errors import UnsupportedError, raise_if_failed
 
 _FLOAT32, _E8M0, _E4M3, _E5M2, _E2M1 = "float32", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
-ELEMENTS = _E4M3, _E5M2, _E2M1
+ELEMENTS = _E4M3, _E5M2, _E2M1  # rows of a group's max_token_dtype have room for formats of it and of those behind it
 _SCALES = _FLOAT32, _E8M0, _E4M3
-_BLOCKS = {Scaling.BLOCK128: 128, Scaling.BLOCK128_POW2: 128, Scaling.MX: 32, Scaling.NV: 16}
-_DTYPES = {Scaling.BLOCK128: (_E4M3,), Scaling.BLOCK128_POW2: (_E4M3,), Scaling.MX: (_E4M3, _E5M2), Scaling.NV: (_E2M1,)}
-_SCALE_DTYPES = {Scaling.BLOCK128: _FLOAT32, Scaling.BLOCK128_POW2: _FLOAT32, Scaling.MX: _E8M0, Scaling.NV: _E4M3}
+
+
+class _Rules(typing.NamedTuple):
+    """What fits a scaling: the elements of a block, the dtypes of elements and of scales, and whether amax has a floor. The first
+    dtypes are the defaults. tests/python/formats_test.py compares them with what the library takes."""
+
+    block: int
+    elements: tuple[str, ...]
+    scales: tuple[str, ...]
+    has_floor: bool
+
+
+_RULES = {
+    Scaling.BLOCK128: _Rules(128, (_E4M3,), (_FLOAT32,), True),
+    Scaling.BLOCK128_POW2: _Rules(128, (_E4M3,), (_FLOAT32, _E8M0), True),
+    Scaling.MX: _Rules(32, (_E4M3, _E5M2), (_E8M0,), False),
+    Scaling.NV: _Rules(16, (_E2M1,), (_E4M3,), False),
+}
+_SUMS = Scaling.BLOCK128, Scaling.MX  # in which sums travel
 _WIDE_BYTES = {_FLOAT32: 4, "float16": 2, "bfloat16": 2}
 ZEROS_DTYPE = "float16"  # of the column that stands for rows without a gradient, in the backward of a dispatch
 
@@ -53,7 +70,8 @@ class RowFormat:
     - wide rows, float32, float16 or bfloat16, which are quantised on their rank: recv_tokens is such a tuple;
     - wide rows with wire_only: recv_tokens is an array of their dtype.
 
-    Fields that do not fit each other are refused by the call. Scales are [T, S] where they are sent, and S is num_scales(H).
+    Calls that add rows up, and backwards, take the third alone. Fields that do not fit each other are refused here, and what does
+    not fit the call by the call. Scales are [T, S] where they are sent, and S is num_scales(H).
     """
 
     scaling: Scaling
@@ -71,21 +89,42 @@ class RowFormat:
         raise_if_failed(_structs.epx_row_format_init(defaults, scaling))
         layout = member(ScaleLayout, self.scale_layout, "scale_layout")
         require_kind("wire_only", self.wire_only, bool)
-        dtype, floor, scale_dtype = self.dtype, self.amax_floor, self.scale_dtype
+        rules, dtype, floor, scale_dtype = _RULES[scaling], self.dtype, self.amax_floor, self.scale_dtype
         if scale_dtype is None:
-            scale_dtype = _E8M0 if layout == ScaleLayout.PACKED else _SCALE_DTYPES[scaling]
+            scale_dtype = _E8M0 if layout == ScaleLayout.PACKED else rules.scales[0]
         fields = {
             "scaling": scaling,
             "dtype": DTYPE_NAMES[defaults.dtype] if dtype is None else _one_of(ELEMENTS, "dtype", dtype),
-            "amax_floor": defaults.amax_floor if floor is None else number("amax_floor", floor),
+            "amax_floor": defaults.amax_floor if floor is None else ctypes.c_float(number("amax_floor", floor)).value,
             "scale_dtype": _one_of(_SCALES, "scale_dtype", scale_dtype),
             "scale_layout": layout,
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+        self._require_fit(rules)
 
         codes = scaling, DTYPES[fields["dtype"]], DTYPES[fields["scale_dtype"]], layout, self.wire_only
         object.__setattr__(self, "codes", tuple(map(int, codes)))  # what operators of JAX and PyTorch take
+
+    def _require_fit(self, rules):
+        """Refuses fields that do not fit each other."""
+        by_scaling = f"with scaling {self.scaling.name.lower()} it must be"
+        for name, value, choices in (("dtype", self.dtype, rules.elements), ("scale_dtype", self.scale_dtype, rules.scales)):
+            if value not in choices:
+                refuse(f"{name} is {value}; {by_scaling} {' or '.join(choices)}")
+        if not (0 <= self.amax_floor < math.inf if rules.has_floor else self.amax_floor == 0):
+            refuse(f"amax_floor is {self.amax_floor}; {by_scaling} {'finite and not negative' if rules.has_floor else '0'}")
+        if self.encode_scale is not None and self.scaling != Scaling.NV:
+            refuse(f"encode_scale is given; {by_scaling} None, since NV alone has one")
+        if self.wire_only and self.scale_layout != ScaleLayout.ROWS:
+            refuse(f"scale_layout is {self.scale_layout.name.lower()}; with wire_only it must be rows, since no scales arrive")
+
+    def to_c(self) -> _structs.RowFormat:
+        """The format of the C API, without tensors."""
+        made = _structs.RowFormat(struct_size=ctypes.sizeof(_structs.RowFormat))
+        made.scaling, made.dtype = self.scaling, DTYPES[self.dtype]
+        made.amax_floor, made.scale_layout = self.amax_floor, self.scale_layout
+        return made
 
     def _key(self):
         """All fields. An array is what it is, since its elements may change, and on a device nobody compares them."""
@@ -124,7 +163,7 @@ class RowFormat:
 
     def num_scales(self, hidden: int) -> int:
         """S, the scales of a row of `hidden` elements."""
-        return -(-hidden // _BLOCKS[self.scaling])
+        return -(-hidden // _RULES[self.scaling].block)
 
     def recv_scales_shape(self, rows: int, hidden: int) -> tuple[int, ...]:
         """The shape of the scales of `rows` received rows, in scale_layout."""
@@ -192,8 +231,8 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
 
 
 def require_room_for_gradients(max_token_dtype, tokens_dtype):
-    """Refuses a dispatch in a format whose backward, which has none, sends rows that are wider than the group's. tokens_dtype:
-    None where rows have no gradient, so that a column of zeros travels with those of the weights."""
+    """Refuses a dispatch whose backward, which has no format, sends rows that are wider than the group's. tokens_dtype: None where
+    rows have no gradient, so that a column of zeros travels with those of the weights."""
     name = ZEROS_DTYPE if tokens_dtype is None else _dtype_name(tokens_dtype)
     if _WIDE_BYTES.get(name, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
         return
@@ -205,22 +244,31 @@ def require_room_for_gradients(max_token_dtype, tokens_dtype):
     refuse(f"{reason}, and the group's max_token_dtype {max_token_dtype} is narrower: create it with {name}{cast}")
 
 
-def of_gradients(grad_format):
-    """What a backward of combine takes of a format: codes and amax_floor; no codes for None. Refuses what the backward would."""
-    if grad_format is None:
-        return (), 0.0
-    require_kind("grad_format", grad_format, RowFormat)
-    if not grad_format.wire_only:
-        refuse("grad_format has wire_only False; it must be True, since gradients arrive in the dtype of expert_out")
-    if grad_format.encode_scale is not None:
-        refuse("grad_format has an encode_scale; it must be None, since gradients are not known before the backward")
-    scaling, dtypes, floor = grad_format.scaling, _DTYPES[grad_format.scaling], grad_format.amax_floor
-    if grad_format.scale_layout != ScaleLayout.ROWS:
-        layout = grad_format.scale_layout.name.lower()
-        refuse(f"grad_format has scale_layout {layout}; it must be rows, since gradients arrive without scales")
-    if grad_format.dtype not in dtypes:
-        wanted = " or ".join(dtypes)
-        refuse(f"grad_format has dtype {grad_format.dtype}; with scaling {scaling.name.lower()} it must be {wanted}")
-    if not (0 <= floor < math.inf if scaling in (Scaling.BLOCK128, Scaling.BLOCK128_POW2) else floor == 0):
-        refuse(f"grad_format has amax_floor {floor}; it must be finite and not negative, and 0 with scaling mx or nv")
-    return grad_format.codes, floor
+def require_wire_only(name, row_format):
+    """Refuses what is no format of a call that quantises the wire alone, and takes no tensors of a format."""
+    if not isinstance(row_format, RowFormat):
+        refuse_kind(name, row_format, RowFormat)
+    if not row_format.wire_only:
+        refuse(f"{name} has wire_only False; it must be True, since what arrives has the dtype of what is sent")
+    if row_format.encode_scale is not None:
+        refuse(f"{name} has an encode_scale; it must be None, since here each row gets its own")
+
+
+def on_wire(name, row_format, group, *, sums):
+    """What a call takes of a format for its wire: codes and amax_floor; nothing for None. Refuses what the call would, since that
+    may be a backward, which is too late. sums: whether the call adds rows up."""
+    if row_format is None:
+        return ()
+    require_wire_only(name, row_format)
+    scaling, precision, max_dtype = row_format.scaling, group.combine_precision, group.max_token_dtype
+    if sums and scaling not in _SUMS:
+        refuse(f"{name} has scaling {scaling.name.lower()}; it must be block128 or mx, in which sums travel")
+    if sums and precision != CombinePrecision.WIRE:
+        refuse(f"{name} is given, and the group's combine_precision is {precision.name.lower()}; it must be wire for quantised sums")
+    if max_dtype in ELEMENTS and ELEMENTS.index(row_format.dtype) < ELEMENTS.index(max_dtype):
+        refuse(f"{name} has dtype {row_format.dtype}, and the group's max_token_dtype {max_dtype} has no room for it")
+    if group.transport == Transport.NCCL and group.ranks_per_node != group.num_ranks:
+        num_nodes = group.num_ranks // group.ranks_per_node
+        sentence = f"{name} is given, and the group has {num_nodes} nodes, between which rows travel as they are"
+        raise UnsupportedError(sentence, Status.UNSUPPORTED)
+    return list(row_format.codes), row_format.amax_floor

@@ -7,7 +7,7 @@ import numpy
 
 from . import _structs
 from ._formats import parts_of, parts_of_tokens
-from ._structs import DTYPES, ScaleLayout
+from ._structs import ScaleLayout
 from ._tensors import attach, dtype_of, output, packed, tensor, with_sidecar
 from ._values import refuse_dtype
 
@@ -80,10 +80,7 @@ class Rows:
 
     def _make_format(self, scales, recv_scales, num_leading):
         row_format, encode_scale = self.row_format, self.row_format.encode_scale
-        made = _structs.RowFormat()
-        made.struct_size = ctypes.sizeof(made)
-        made.scaling, made.dtype = row_format.scaling, DTYPES[row_format.dtype]
-        made.amax_floor, made.scale_layout = row_format.amax_floor, row_format.scale_layout
+        made = row_format.to_c()
         if encode_scale is not None:
             made.encode_scale = ctypes.pointer(tensor("encode_scale", encode_scale, (1,), (_FLOAT32,)))
         for name, view in zip(("scales", "row_scales"), scales):

@@ -74,6 +74,38 @@ def round_trip(row_format, tokens):
     return definitions.dequantise(_definition(row_format), _quantised(row_format, tokens))
 
 
+def refused_on_wire(name, sums):
+    """What a call refuses that takes a format for the wire alone as argument `name`, by the words of the sentence. sums: whether it
+    adds rows up."""
+    make = epx.RowFormat
+    cases = {
+        f"{name} is str; this call takes epx.RowFormat": "mx",
+        f"{name} has wire_only False; it must be True": make("block128"),
+        f"{name} has an encode_scale; it must be None": make("nv", wire_only=True, encode_scale=numpy.ones(1, numpy.float32)),
+    }
+    of_sums = {
+        f"{name} has scaling nv; it must be block128 or mx": make("nv", wire_only=True),
+        f"{name} has scaling block128_pow2; it must be block128 or mx": make("block128_pow2", wire_only=True),
+    }
+    return cases | of_sums if sums else cases
+
+
+def refused_gradients(tokens, quantised):
+    """Dispatches of `tokens`, which are float32, or of the same rows quantised with BLOCK128, whose backward sends more than the group
+    has room for. Yields the group's max_token_dtype, the words of the sentence, what is dispatched, and the options."""
+    block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
+    of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
+    of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"
+    for max_dtype, words, rows, options in (
+        ("bfloat16", of_tokens, tokens, dict(format=wire)),
+        ("bfloat16", of_tokens, tokens, dict(format=block, with_wide=True)),
+        ("float8_e4m3fn", of_tokens, tokens, dict(format=wire)),
+        ("float8_e4m3fn", of_weights, tokens, dict(format=block)),
+        ("float8_e4m3fn", of_weights, quantised, dict(format=block)),
+    ):
+        yield max_dtype, words.format(max_dtype), rows, options
+
+
 def bits(array):
     """An array of any dtype as numbers that can be compared: float32 as they are, others as bytes."""
     array = numpy.ascontiguousarray(array)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Row formats on numpy arrays: the three ways through each call that dispatches, against the definitions of tests/formats."""
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import sys
 import unittest
 import unittest.mock
@@ -227,6 +229,10 @@ class Formats(unittest.TestCase):
                 "scale_layout is 'blocked'": lambda: epx.RowFormat("mx", scale_layout="blocked"),
                 "amax_floor is 'low'; it must be a number": lambda: epx.RowFormat("block128", amax_floor="low"),
                 "wire_only is int; this call takes bool": lambda: epx.RowFormat("mx", wire_only=1),
+                "scale_layout is columns; with wire_only it must be rows": lambda: epx.RowFormat(
+                    "mx", wire_only=True, scale_layout="columns"
+                ),
+                "encode_scale is given; with scaling mx it must be None": lambda: epx.RowFormat("mx", encode_scale=numpy.ones(1)),
                 "format is str; this call takes epx.RowFormat": lambda: group.dispatch(plan, x, format="mx"),
                 "tokens is a tuple; this call takes an array, since it has no format": lambda: group.dispatch(plan, (codes, scales)),
                 "tokens is a tuple; this call takes an array, since with wire_only rows are wide": lambda: group.dispatch(
@@ -271,18 +277,6 @@ class Formats(unittest.TestCase):
                 "recv_weights is given": lambda: group.combine_bwd(
                     plan, x, None, numpy.ones(plan.num_rows, numpy.float32), format=epx.RowFormat("mx")
                 ),
-                "with scaling block128 it must be float8_e4m3": lambda: group.dispatch(
-                    plan, x, format=epx.RowFormat("block128", dtype="float8_e5m2")
-                ),
-                "with scaling mx it must be float8_e8m0": lambda: group.dispatch(
-                    plan, x, format=epx.RowFormat("mx", scale_dtype="float32")
-                ),
-                "amax_floor is -1; with scaling block128": lambda: group.dispatch(
-                    plan, x, format=epx.RowFormat("block128", amax_floor=-1)
-                ),
-                "rows arrive without scales": lambda: group.dispatch(
-                    plan, x, format=dataclasses.replace(wire, scale_layout="columns")
-                ),
                 "must be a multiple of 128": lambda: group.dispatch(plan, x, format=epx.RowFormat("mx", scale_layout="tiles")),
                 "which the rank-major layout does not have": lambda: group.dispatch_rank_major(
                     x, idx, format=epx.RowFormat("mx", scale_layout="tiles")
@@ -306,7 +300,8 @@ class Formats(unittest.TestCase):
         self.assertEqual(caught.exception.status, epx.Status.MISMATCH)
         group.destroy()
 
-    def test_9_equality(self):
+class Fields(unittest.TestCase):
+    def test_1_equality(self):
         """Formats that quantise otherwise are not equal, as keys of caches neither: an encode_scale is the array that it is."""
         scale = numpy.ones(1, numpy.float32)
         make = functools.partial(epx.RowFormat, "nv")
@@ -314,13 +309,42 @@ class Formats(unittest.TestCase):
         self.assertEqual(len({make(encode_scale=scale), make(encode_scale=scale), make(), make()}), 2)
         self.assertNotEqual(make(encode_scale=scale), make(encode_scale=scale.copy()))
         self.assertNotEqual(make(encode_scale=scale), make())
-        block = epx.RowFormat("block128")
+        pow2 = epx.RowFormat("block128_pow2")
         for change in (
-            dict(amax_floor=0), dict(dtype="float8_e5m2"), dict(scale_dtype="float8_e8m0fnu"), dict(scale_layout="columns"),
-            dict(wire_only=True), dict(scaling="block128_pow2"),
+            dict(amax_floor=0), dict(scale_dtype="float8_e8m0fnu"), dict(scale_layout="columns"), dict(wire_only=True),
+            dict(scaling="block128"),
         ):
-            self.assertNotEqual(dataclasses.replace(block, **change), block)
-        self.assertNotEqual(block, "block128")
+            self.assertNotEqual(dataclasses.replace(pow2, **change), pow2)
+        self.assertNotEqual(epx.RowFormat("mx"), epx.RowFormat("mx", dtype="float8_e5m2"))
+        self.assertNotEqual(pow2, "block128_pow2")
+
+    def test_2_what_fits_is_what_the_library_takes(self):
+        """RowFormat refuses the fields that the library refuses, and no others."""
+        tokens = numpy.ones((1, 32), numpy.float32)
+        config = dict(num_experts=1, max_tokens_per_rank=1, hidden_dim=32, max_top_k=1, max_token_dtype="float32")
+        with epx.Group(epx.bootstrap.local(), transport="host", **config) as group:
+            plan = group.prepare(numpy.zeros((1, 1), numpy.int32))
+
+            def is_taken(call):
+                try:
+                    call()
+                except epx.InvalidArgumentError:
+                    return False
+                return True
+
+            for scaling in epx.Scaling:
+                for dtype, scale_dtype, floor in itertools.product(
+                    ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
+                    ("float32", "float8_e8m0fnu", "float8_e4m3fn"),
+                    (0.0, 2.0, -1.0, numpy.inf, numpy.nan, 1e39),
+                ):
+                    fields = dict(dtype=dtype, scale_dtype=scale_dtype, amax_floor=ctypes.c_float(floor).value)
+                    forced = epx.RowFormat(scaling)
+                    for name, value in fields.items():
+                        object.__setattr__(forced, name, value)
+                    with self.subTest(scaling=scaling, **fields):
+                        found = is_taken(lambda: epx.RowFormat(scaling, **{**fields, "amax_floor": floor}))
+                        self.assertEqual(found, is_taken(lambda: group.dispatch(plan, tokens, format=forced)))
 
 
 if __name__ == "__main__":

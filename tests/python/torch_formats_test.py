@@ -355,53 +355,31 @@ class Formats(unittest.TestCase):
                 "encode_scale has shape": lambda: dispatch(
                     plan, x, format=epx.RowFormat("nv", encode_scale=on_device(torch.ones(2)))
                 ),
-                "grad_format is str; this call takes epx.RowFormat": lambda: epx.torch.combine(plan, rows, grad_format="mx"),
-                "grad_format has wire_only False; it must be True": lambda: epx.torch.combine(plan, rows, grad_format=block),
-                "grad_format has an encode_scale; it must be None": lambda: epx.torch.combine_rank_major(
-                    rank_major(group, x, idx)[0],
-                    x,
-                    grad_format=epx.RowFormat("nv", wire_only=True, encode_scale=on_device(torch.ones(1))),
-                ),
-                "grad_format has scale_layout columns; it must be rows": lambda: epx.torch.combine(
-                    plan, rows, grad_format=dataclasses.replace(wire, scale_layout="columns")
-                ),
-                "grad_format has dtype float8_e5m2; with scaling block128 it must be float8_e4m3fn": lambda: epx.torch.combine(
-                    plan, rows, grad_format=dataclasses.replace(wire, dtype="float8_e5m2")
-                ),
-                "grad_format has amax_floor -1.0; it must be finite and not negative": lambda: epx.torch.combine(
-                    plan, rows, grad_format=dataclasses.replace(wire, amax_floor=-1)
-                ),
-                "with scaling mx it must be float8_e8m0": lambda: dispatch(
-                    plan, x, format=epx.RowFormat("mx", scale_dtype="float32")
-                ),
                 "which the rank-major layout does not have": lambda: rank_major(
                     group, x, idx, format=epx.RowFormat("mx", scale_layout="tiles")
                 ),
             }.items():
                 ranks.refused(self, words, call)
+            rank_major_plan, by_rank, _ = rank_major(group, x, idx)
+            for words, row_format in format_model.refused_on_wire("grad_format", sums=False).items():
+                ranks.refused(self, words, lambda: epx.torch.combine(plan, rows, grad_format=row_format))
+                ranks.refused(self, words, lambda: epx.torch.combine_rank_major(rank_major_plan, by_rank, grad_format=row_format))
             with torch.no_grad():
                 dispatch(plan, leaf, format=block)
             group.check()
 
     def test_9_gradients_that_do_not_fit_the_group(self):
         """The forward refuses them, on its rank alone; without gradients the same call is made."""
-        block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
-        data = Data(torch.float32, 9)
+        block, data = epx.RowFormat("block128"), Data(torch.float32, 9)
         idx, x, weights = data.own
         given = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
-        of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
-        of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"
-        for max_dtype, cases in {
-            "bfloat16": ((of_tokens, x, wire, {}), (of_tokens, x, block, {"with_wide": True})),
-            "float8_e4m3fn": ((of_tokens, x, wire, {}), (of_weights, x, block, {}), (of_weights, given, block, {})),
-        }.items():
+        for max_dtype, words, tokens, options in format_model.refused_gradients(x, given):
             with make_group(max_token_dtype=max_dtype) as group:
-                for words, tokens, row_format, options in cases:
-                    with_gradient = weights.detach().requires_grad_()
-                    for call, plain in zip(calls(group, idx, with_gradient), calls(group, idx, weights)):
-                        with self.subTest(max_dtype=max_dtype, words=words, call=call.__name__):
-                            ranks.refused(self, words.format(max_dtype), lambda: call(tokens, format=row_format, **options))
-                            plain(tokens, format=row_format, **options)
+                with_gradient = weights.detach().requires_grad_()
+                for call, plain in zip(calls(group, idx, with_gradient), calls(group, idx, weights)):
+                    with self.subTest(max_dtype=max_dtype, words=words, call=call.__name__):
+                        ranks.refused(self, words, lambda: call(tokens, **options))
+                        plain(tokens, **options)
                 group.check()
 
 

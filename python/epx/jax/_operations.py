@@ -11,7 +11,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 
-from .._formats import of_gradients
+from .._formats import on_wire
 from .._structs import CombinePrecision
 from .._values import count, refuse, refuse_destroyed, require_kind
 from ._ffi import call, number_of
@@ -342,7 +342,7 @@ def combine(plan, expert_out, recv_weights, token, *, grad_format=None) -> tuple
         require_array("recv_weights", recv_weights, (num_rows,), (jnp.float32,))
         weights = [recv_weights]
     layer = plan.top_k, plan.alignment
-    attributes = attributes_of_format(*of_gradients(grad_format))
+    attributes = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
     combined = [struct((plan.num_tokens, hidden), expert_out.dtype)]
     returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
@@ -460,7 +460,7 @@ def combine_rank_major(plan, expert_out, token, *, grad_format=None) -> tuple[ja
     rows = group.num_ranks, plan.max_rows
     require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
-    attributes = attributes_of_format(*of_gradients(grad_format))
+    attributes = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
     combined = [struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
     returned = [struct(expert_out.shape, expert_out.dtype)]
 

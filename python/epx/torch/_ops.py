@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat, of_gradients
+from .._formats import RowFormat, on_wire
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
@@ -426,9 +426,9 @@ def combine(
     if recv_weights is not None:
         require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
-    codes, amax_floor = of_gradients(grad_format)
+    in_backward = on_wire("grad_format", grad_format, group, sums=False)
     if _records(expert_out, recv_weights):
-        return _Combine.apply((list(codes), amax_floor), *args)
+        return _Combine.apply(in_backward, *args)
     return call(number, _combine, *args)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat, of_gradients
+from .._formats import RowFormat, on_wire
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._formats import Operator, fake_format, received, split
@@ -230,9 +230,9 @@ def combine_rank_major(
     group, number = plan.group, plan.group.number
     require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
-    codes, amax_floor = of_gradients(grad_format)
+    in_backward = on_wire("grad_format", grad_format, group, sums=False)
     if _records(expert_out):
-        return _Combine.apply((list(codes), amax_floor), *args)
+        return _Combine.apply(in_backward, *args)
     return call(number, _combine, *args)
 
 
