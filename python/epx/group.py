@@ -14,6 +14,7 @@ import numpy
 
 from . import _interrupt, _lifetime, _structs
 from ._config import make_config
+from ._formats import on_wire
 from ._group_base import GroupBase
 from ._plans import Plan, RankMajorPlan, read_only
 from ._rows import Rows
@@ -244,11 +245,12 @@ class Group(GroupBase):
         used = [None if array is None else array[: plan.num_rows] for array in (weights, moved.recv_sidecar)]
         return read_only(plan), *_received(moved.first(plan.num_rows), *used)
 
-    def combine(self, plan, expert_out, recv_weights=None, *, out=None) -> numpy.ndarray:
+    def combine(self, plan, expert_out, recv_weights=None, *, out=None, format=None) -> numpy.ndarray:
         """Brings the experts' outputs back. Collective.
 
         expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
-        out: [T, H] of the same dtype to be written.
+        out: [T, H] of the same dtype to be written.  format: a RowFormat of "block128" or "mx" with wire_only, or None on all ranks:
+        the one in which the ranks' partial sums travel; it needs combine_precision "wire".
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self.require_host()
@@ -257,7 +259,7 @@ class Group(GroupBase):
         weights = self._row_weights("recv_weights", recv_weights, len(expert_out))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[1]), expert_out.dtype)
-        self._call("combine", plan, rows, weights, output("out", out))
+        self._call("combine", plan, rows, weights, output("out", out), more=self._of_sums(format))
         return out
 
     def combine_bwd(self, plan, grad_out, expert_out=None, recv_weights=None, *, num_rows=None, format=None) -> tuple:
@@ -294,27 +296,18 @@ class Group(GroupBase):
         )
         return grads.recv_tokens, grad_weights
 
-    def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
+    def dispatch_bwd(self, plan, grad_recv, grad_recv_weights=None, *, format=None) -> tuple:
         """The gradients of dispatch(). Collective.
 
-        grad_recv: [N, H] float32, float16 or bfloat16.  grad_recv_weights: [N] float32, or None on all ranks.
+        grad_recv: [N, H] float32, float16 or bfloat16.  grad_recv_weights: [N] float32, or None on all ranks.  format: as in
+        combine().
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self.require_host()
         require_kind("plan", plan, Plan)
         grad = tensor("grad_recv", grad_recv, (None, None))
         weights = self._row_weights("grad_recv_weights", grad_recv_weights, len(grad_recv))
-        grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[1]), grad_recv.dtype)
-        grad_weights = None if weights is None else numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
-        self._call(
-            "dispatch_bwd",
-            plan,
-            grad,
-            weights,
-            tensor("grad_tokens", grad_tokens),
-            None if grad_weights is None else tensor("grad_topk_weights", grad_weights),
-        )
-        return grad_tokens, grad_weights
+        return self._bring_home("dispatch_bwd", plan, grad_recv, grad, weights, format)
 
     def dispatch_rank_major(
         self, tokens, topk_idx, topk_weights=None, *, max_rows=None, counts_dtype=numpy.int32, sidecar=None, format=None
@@ -362,10 +355,11 @@ class Group(GroupBase):
         )
         return read_only(plan), *_received(rows.recv_tokens, recv_weights, rows.recv_sidecar)
 
-    def combine_rank_major(self, plan, expert_out, *, out=None) -> numpy.ndarray:
+    def combine_rank_major(self, plan, expert_out, *, out=None, format=None) -> numpy.ndarray:
         """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
         expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  out: [T, H] to be written.
+        format: as in combine(), of the rows on their way home.
         Returns out [T, H]: the sum of a token's rows over the ranks; zero for a token without routes.
         """
         self.require_host()
@@ -373,7 +367,7 @@ class Group(GroupBase):
         rows = tensor("expert_out", expert_out, (self.num_ranks, plan.max_rows, None))
         if out is None:
             out = numpy.empty((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)
-        self._call("combine_rank_major", plan, rows, output("out", out))
+        self._call("combine_rank_major", plan, rows, output("out", out), more=self._of_sums(format))
         return out
 
     def combine_rank_major_bwd(self, plan, grad_out, *, format=None) -> numpy.ndarray | tuple:
@@ -390,29 +384,28 @@ class Group(GroupBase):
         self._call("combine_rank_major_bwd", plan, grads.sent, grads.received, more=(grads.format,))
         return grads.recv_tokens
 
-    def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None) -> tuple[numpy.ndarray, numpy.ndarray | None]:
+    def dispatch_rank_major_bwd(self, plan, grad_recv, grad_recv_weights=None, *, format=None) -> tuple:
         """The gradients of dispatch_rank_major(). Collective; not in a group of combine_precision "exact".
 
         grad_recv: [P, M, H], for each row the sum over its routes.  grad_recv_weights: [P, M, K] float32, or None on all ranks.
+        format: as in combine_rank_major().
         Returns (grad_tokens [T, H], grad_topk_weights [T, K] float32 or None).
         """
         self.require_host()
         require_kind("plan", plan, RankMajorPlan)
         rows = self.num_ranks, plan.max_rows
         grad = tensor("grad_recv", grad_recv, (*rows, None))
-        grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[2]), grad_recv.dtype)
-        weights = grad_weights = None
+        weights = None
         if grad_recv_weights is not None:
             weights = tensor("grad_recv_weights", grad_recv_weights, (*rows, plan.top_k), (_FLOAT32,))
-            grad_weights = numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
-        self._call(
-            "dispatch_rank_major_bwd",
-            plan,
-            grad,
-            weights,
-            tensor("grad_tokens", grad_tokens),
-            None if grad_weights is None else tensor("grad_topk_weights", grad_weights),
-        )
+        return self._bring_home("dispatch_rank_major_bwd", plan, grad_recv, grad, weights, format)
+
+    def _bring_home(self, name, plan, grad_recv, grad, weights, row_format):
+        """grad_tokens and grad_topk_weights, of grad_recv, a view of it, and one of grad_recv_weights or None."""
+        grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[-1]), grad_recv.dtype)
+        grad_weights = None if weights is None else numpy.empty((plan.num_tokens, plan.top_k), _FLOAT32)
+        made = None if weights is None else tensor("grad_topk_weights", grad_weights)
+        self._call(name, plan, grad, weights, tensor("grad_tokens", grad_tokens), made, more=self._of_sums(row_format))
         return grad_tokens, grad_weights
 
     def _new_plan(self, num_tokens, top_k, alignment, counts_dtype, with_slot, with_slot_origin):
@@ -452,6 +445,11 @@ class Group(GroupBase):
             recv_weights = numpy.empty(num_rows, _FLOAT32)
         row_weights = None if weights is None else tensor("recv_weights", recv_weights)
         return (rows.sent, weights, rows.received, row_weights), rows, recv_weights
+
+    def _of_sums(self, row_format):
+        """The last field of a call that adds rows up."""
+        on_wire("format", row_format, self, sums=True)
+        return (None if row_format is None else _pointer(row_format.to_c()),)
 
     def _rows(self, *args, **options):
         return Rows(*args, max_sidecar_bytes=self.max_sidecar_bytes, **options)

@@ -74,6 +74,25 @@ def round_trip(row_format, tokens):
     return definitions.dequantise(_definition(row_format), _quantised(row_format, tokens))
 
 
+def sum_formats():
+    """Those in which sums travel."""
+    make = epx.RowFormat
+    return [
+        make("block128", amax_floor=0, wire_only=True),
+        make("block128", amax_floor=0.5, wire_only=True),
+        make("mx", wire_only=True),
+        make("mx", dtype="float8_e5m2", wire_only=True),
+    ]
+
+
+def sums(row_format, partial_sums):
+    """[T, H] float32 at home, before it is rounded to its dtype, of partial sums [P, T, H] float32."""
+    out = numpy.zeros(partial_sums.shape[1:], numpy.float32)
+    for partial in partial_sums:
+        out += round_trip(row_format, partial)
+    return out
+
+
 def refused_on_wire(name, sums):
     """What a call refuses that takes a format for the wire alone as argument `name`, by the words of the sentence. sums: whether it
     adds rows up."""

@@ -200,7 +200,51 @@ class Formats(unittest.TestCase):
                     numpy.testing.assert_array_equal(grads, rank_major.scatter(there)[RANK])
             group.check()
 
-    def test_6_without_a_format_rows_of_8_bits_are_copied(self):
+    def test_6_sums(self):
+        """What travels home is quantised: each rank's partial sum, once; the home rank adds in rank order."""
+        with make_group() as group:
+            data = Data(numpy.float32, 8)
+            exchange, rank_major = reference.Exchange(data.idx, EXPERTS), reference.RankMajorExchange(data.idx, EXPERTS, 16)
+            weights = exchange.scatter_weights(data.weights)
+            plan = group.prepare(data.idx[RANK])
+            rank_major_plan, *_ = group.dispatch_rank_major(data.tokens[RANK], data.idx[RANK])
+            for dtype in DTYPES:
+                rows, by_rank = [
+                    [numpy.sin(part * (1 + rank)).astype(dtype) for rank, part in enumerate(each.scatter(data.tokens))]
+                    for each in (exchange, rank_major)
+                ]
+                weighted, plain, summed = [
+                    each[RANK]
+                    for each in (
+                        exchange.partial_sums(rows, weights), exchange.partial_sums(rows), rank_major.partial_sums(by_rank)
+                    )
+                ]
+                row_weights = numpy.random.default_rng(RANK).random((RANKS, 16, TOP_K)).astype(numpy.float32)
+                for row_format in format_model.sum_formats():
+                    with self.subTest(format=row_format, dtype=dtype):
+                        out = group.combine(plan, rows[RANK], weights[RANK], format=row_format)
+                        grads, grad_weights = group.dispatch_bwd(plan, rows[RANK], weights[RANK], format=row_format)
+                        home = group.combine_rank_major(rank_major_plan, by_rank[RANK], format=row_format)
+                        back, back_weights = group.dispatch_rank_major_bwd(
+                            rank_major_plan, by_rank[RANK], row_weights, format=row_format
+                        )
+                        for found, partial in ((out, weighted), (grads, plain), (home, summed), (back, summed)):
+                            self.assertEqual(found.dtype, numpy.dtype(dtype))
+                            wanted = format_model.sums(row_format, partial).astype(dtype)
+                            numpy.testing.assert_array_equal(bits(found), bits(wanted))
+                        wide = group.combine(plan, rows[RANK], weights[RANK])
+                        self.assertFalse(out.size and numpy.array_equal(out, wide))
+                        numpy.testing.assert_array_equal(grad_weights, exchange.gather_weights(weights)[RANK])
+                        numpy.testing.assert_array_equal(
+                            back_weights, group.dispatch_rank_major_bwd(rank_major_plan, by_rank[RANK], row_weights)[1]
+                        )
+            group.check()
+        with make_group(combine_precision="exact") as group:
+            plan = group.prepare(data.idx[RANK])
+            words = "format is given, and the group's combine_precision is exact; it must be wire"
+            ranks.refused(self, words, lambda: group.combine(plan, numpy.ones((plan.num_rows, 4), numpy.float32), format=row_format))
+
+    def test_7_without_a_format_rows_of_8_bits_are_copied(self):
         with make_group(max_token_dtype="float8_e4m3fn") as group:
             self.assertEqual(group.max_token_dtype, "float8_e4m3fn")
             for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
@@ -212,7 +256,7 @@ class Formats(unittest.TestCase):
                 numpy.testing.assert_array_equal(bits(received), bits(wanted))
             group.check()
 
-    def test_7_refusals(self):
+    def test_8_refusals(self):
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
         with make_group() as group:
@@ -283,12 +327,22 @@ class Formats(unittest.TestCase):
                 ),
             }.items():
                 ranks.refused(self, words, call)
+            wide = numpy.ones((plan.num_rows, HIDDEN), numpy.float32)
+            by_rank = numpy.ones((RANKS, 16, HIDDEN), numpy.float32)
+            for words, row_format in format_model.refused_on_wire("format", sums=True).items():
+                for call, *arguments in (
+                    (group.combine, plan, wide),
+                    (group.dispatch_bwd, plan, wide),
+                    (group.combine_rank_major, rank_major_plan, by_rank),
+                    (group.dispatch_rank_major_bwd, rank_major_plan, by_rank),
+                ):
+                    ranks.refused(self, words, lambda: call(*arguments, format=row_format))
             with unittest.mock.patch.dict(sys.modules, {"ml_dtypes": None}):
                 ranks.refused(self, "need the package ml_dtypes", lambda: group.dispatch(plan, x, format=block))
                 group.dispatch(plan, x, format=wire)  # which makes no array of 8 bits
             group.check()
 
-    def test_8_ranks_agree(self):
+    def test_9_ranks_agree(self):
         if RANKS == 1:
             self.skipTest("needs a peer")
         group = make_group()

@@ -76,6 +76,15 @@ class Exchange:
                 sums[source][token] += rows[owner][row].astype(float) * (1 if weights is None else weights[owner][row])
         return sums
 
+    def partial_sums(self, rows, weights=None):
+        """[P, T, H] float32 of each rank: for each owner the sum over a token's routes to it, by fma in k order."""
+        sums = [numpy.zeros((self.num_ranks, len(idx)) + rows[0].shape[1:], numpy.float32) for idx in self.topk_idx]
+        for source in range(self.num_ranks):
+            for token, _, owner, row in self.routes(source):
+                product = rows[owner][row].astype(float) * (1 if weights is None else weights[owner][row])
+                sums[source][owner, token] = sums[source][owner, token] + product  # in float64, rounded once
+        return sums
+
     def gather_weights(self, rows):
         weights = [numpy.zeros(idx.shape) for idx in self.topk_idx]
         for source in range(self.num_ranks):
@@ -133,6 +142,13 @@ class RankMajorExchange:
         sums = [numpy.zeros((len(idx),) + rows[0].shape[2:]) for idx in self.topk_idx]
         for owner, source, row, token in self.rows:
             sums[source][token] += rows[owner][source, row]
+        return sums
+
+    def partial_sums(self, rows):
+        """[P, T, H] float32 of each rank: each owner's row of a token."""
+        sums = [numpy.zeros((self.num_ranks, len(idx)) + rows[0].shape[2:], numpy.float32) for idx in self.topk_idx]
+        for owner, source, row, token in self.rows:
+            sums[source][owner, token] = rows[owner][source, row]
         return sums
 
     def gather_weights(self, weights):
