@@ -240,8 +240,9 @@ def require_room_for_gradients(max_token_dtype, tokens_dtype):
         reason = f"the backward sends the gradient of topk_weights with a column of {name}"
     else:
         reason = f"tokens are {name}, in which the backward sends their gradient"
-    cast = f", or cast tokens to {max_token_dtype}" if max_token_dtype in _WIDE_BYTES else ""
-    refuse(f"{reason}, and the group's max_token_dtype {max_token_dtype} is narrower: create it with {name}{cast}")
+    cast = f"cast tokens to {max_token_dtype}, " if max_token_dtype in _WIDE_BYTES else ""
+    remedies = f"create it with {name}, {cast}or give grad_format"
+    refuse(f"{reason}, and the group's max_token_dtype {max_token_dtype} is narrower: {remedies}")
 
 
 def require_wire_only(name, row_format):
@@ -264,7 +265,8 @@ def on_wire(name, row_format, group, *, sums):
     if sums and scaling not in _SUMS:
         refuse(f"{name} has scaling {scaling.name.lower()}; it must be block128 or mx, in which sums travel")
     if sums and precision != CombinePrecision.WIRE:
-        refuse(f"{name} is given, and the group's combine_precision is {precision.name.lower()}; it must be wire for quantised sums")
+        precision = precision.name.lower()
+        refuse(f"{name} is given, and the group's combine_precision is {precision}; it must be wire for quantised sums")
     if max_dtype in ELEMENTS and ELEMENTS.index(row_format.dtype) < ELEMENTS.index(max_dtype):
         refuse(f"{name} has dtype {row_format.dtype}, and the group's max_token_dtype {max_dtype} has no room for it")
     if group.transport == Transport.NCCL and group.ranks_per_node != group.num_ranks:

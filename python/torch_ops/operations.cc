@@ -190,8 +190,10 @@ prepare_dispatch_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx
   return {handle_mem, results, rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};
 }
 
+// Here and below `format` says how the wire alone is quantised; empty: not at all.
 Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, const optional<Tensor>& recv_weights,
-               int64_t top_k, int64_t alignment, int64_t num_tokens) {
+               int64_t top_k, int64_t alignment, int64_t num_tokens, const std::vector<int64_t>& format,
+               double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_combine_args>(*group, top_k, alignment, handle_mem);
   const epx_tensor rows = view_rows("expert_out", expert_out, *group);
@@ -204,11 +206,12 @@ Tensor combine(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, c
   const epx_tensor out_view = view_of_new(out);
   args.expert_out = &rows;
   args.out = &out_view;
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_combine(group->group, &args));
   return out;
 }
 
-// `format` says how the wire alone is quantised; empty: not at all.
 tuple<Tensor, Tensor> combine_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out,
                                   const optional<Tensor>& expert_out, const optional<Tensor>& recv_weights, int64_t top_k,
                                   int64_t alignment, int64_t num_rows, const std::vector<int64_t>& format,
@@ -232,15 +235,15 @@ tuple<Tensor, Tensor> combine_bwd(int64_t id, const Tensor& handle_mem, const Te
     weights = view_weights("recv_weights", *recv_weights, *group, num_rows);
     args.recv_weights = &weights;
   }
-  const epx_row_format on_wire = format_of(format, amax_floor).get();
-  if (on_wire.scaling != EPX_SCALING_NONE) args.format = &on_wire;
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_combine_bwd(group->group, &args));
   return outputs;
 }
 
 tuple<Tensor, Tensor> dispatch_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_recv,
                                    const optional<Tensor>& grad_recv_weights, int64_t top_k, int64_t alignment,
-                                   int64_t num_tokens) {
+                                   int64_t num_tokens, const std::vector<int64_t>& format, double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_dispatch_bwd_args>(*group, top_k, alignment, handle_mem);
   const epx_tensor rows = view_rows("grad_recv", grad_recv, *group);
@@ -256,6 +259,8 @@ tuple<Tensor, Tensor> dispatch_bwd(int64_t id, const Tensor& handle_mem, const T
     args.grad_recv_weights = &row_weights;
     args.grad_topk_weights = &grad_weights;
   }
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_dispatch_bwd(group->group, &args));
   return outputs;
 }
@@ -286,13 +291,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
               "Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
               "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
-              "SymInt num_tokens) -> Tensor");
+              "SymInt num_tokens, int[] format=[], float amax_floor=0) -> Tensor");
   library.def(
       "combine_bwd(int group, Tensor handle_mem, Tensor grad_out, Tensor? expert_out, Tensor? recv_weights, int top_k, "
       "int alignment, SymInt num_rows, int[] format=[], float amax_floor=0) -> (Tensor, Tensor)");
   library.def(
       "dispatch_bwd(int group, Tensor handle_mem, Tensor grad_recv, Tensor? grad_recv_weights, int top_k, int alignment, "
-      "SymInt num_tokens) -> (Tensor, Tensor)");
+      "SymInt num_tokens, int[] format=[], float amax_floor=0) -> (Tensor, Tensor)");
 }
 
 // A tensor on another device than the group's is refused with a sentence by the kernel itself, so one kernel serves all

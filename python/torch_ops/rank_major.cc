@@ -107,8 +107,9 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_into(int64_t id, const
   return dispatch_to(*group, sent, topk_idx, topk_weights, rows);
 }
 
-Tensor combine_rank_major(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, int64_t top_k,
-                          int64_t num_tokens) {
+// Here and below `format` is as in combine.
+Tensor combine_rank_major(int64_t id, const Tensor& handle_mem, const Tensor& expert_out, int64_t top_k, int64_t num_tokens,
+                          const std::vector<int64_t>& format, double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_combine_rank_major_args>(*group, top_k, kNoAlignment, handle_mem);
   const epx_tensor rows = view_ranks("expert_out", expert_out, *group);
@@ -116,11 +117,12 @@ Tensor combine_rank_major(int64_t id, const Tensor& handle_mem, const Tensor& ex
   const epx_tensor out_view = view_of_new(out);
   args.expert_out = &rows;
   args.out = &out_view;
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_combine_rank_major(group->group, &args));
   return out;
 }
 
-// `format` is as in combine_bwd.
 Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_out, int64_t top_k, int64_t max_rows,
                               const std::vector<int64_t>& format, double amax_floor) {
   const GroupUse group(id);
@@ -130,15 +132,15 @@ Tensor combine_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor
   const epx_tensor grad_rows = view_of_new(rows);
   args.grad_out = &grad;
   args.grad_expert_out = &grad_rows;
-  const epx_row_format on_wire = format_of(format, amax_floor).get();
-  if (on_wire.scaling != EPX_SCALING_NONE) args.format = &on_wire;
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_combine_rank_major_bwd(group->group, &args));
   return rows;
 }
 
 tuple<Tensor, Tensor> dispatch_rank_major_bwd(int64_t id, const Tensor& handle_mem, const Tensor& grad_recv,
-                                              const optional<Tensor>& grad_recv_weights, int64_t top_k,
-                                              int64_t num_tokens) {
+                                              const optional<Tensor>& grad_recv_weights, int64_t top_k, int64_t num_tokens,
+                                              const std::vector<int64_t>& format, double amax_floor) {
   const GroupUse group(id);
   auto args = make_args<epx_dispatch_rank_major_bwd_args>(*group, top_k, kNoAlignment, handle_mem);
   const epx_tensor rows = view_ranks("grad_recv", grad_recv, *group);
@@ -155,6 +157,8 @@ tuple<Tensor, Tensor> dispatch_rank_major_bwd(int64_t id, const Tensor& handle_m
     args.grad_recv_weights = &row_weights;
     args.grad_topk_weights = &grad_weights;
   }
+  const WireFormat on_wire(format, amax_floor);
+  args.format = on_wire.get();
   throw_if_failed(epx_dispatch_rank_major_bwd(group->group, &args));
   return outputs;
 }
@@ -175,11 +179,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
       "int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
       "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
-      "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens) -> Tensor");
+      "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens, int[] format=[], "
+      "float amax_floor=0) -> Tensor");
   library.def("combine_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_out, int top_k, SymInt max_rows, int[] "
               "format=[], float amax_floor=0) -> Tensor");
   library.def("dispatch_rank_major_bwd(int group, Tensor handle_mem, Tensor grad_recv, Tensor? grad_recv_weights, "
-              "int top_k, SymInt num_tokens) -> (Tensor, Tensor)");
+              "int top_k, SymInt num_tokens, int[] format=[], float amax_floor=0) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(epx, CompositeExplicitAutograd, library) {

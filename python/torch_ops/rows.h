@@ -28,6 +28,16 @@ Tensor attach(const Group& group, Rows& rows, const std::optional<Tensor>& sidec
 // or none: that has no scaling.
 epx::RowFormat format_of(const std::vector<int64_t>& fields, double amax_floor);
 
+// A format for the wire alone, where `fields` are not empty. The pointer is of use as long as this object lives.
+class WireFormat {
+public:
+  WireFormat(const std::vector<int64_t>& fields, double amax_floor) : format_(format_of(fields, amax_floor).get()) {}
+  const epx_row_format* get() const { return format_.scaling != EPX_SCALING_NONE ? &format_ : nullptr; }
+
+private:
+  epx_row_format format_;
+};
+
 // The arguments of an operator with a format.
 struct FormatInputs {
   const std::vector<int64_t>& fields;

@@ -3,6 +3,7 @@
 gradients, also under torch.compile; refusals. On GPUs with EPX_TEST_DEVICE=cuda, see ranks.py."""
 
 import dataclasses
+import functools
 import unittest
 
 import ranks
@@ -300,8 +301,81 @@ class Formats(unittest.TestCase):
                             torch.testing.assert_close(kept[0], kept[1], rtol=1e-6, atol=1e-6)
             group.check()
 
-    def test_7_without_a_format(self):
-        """The operators are those of before, and rows of few bits are copied."""
+    def test_7_sums(self):
+        """What travels home is quantised, in combine and in the backward of dispatch; gradients pass straight through."""
+        # A group of 8 bits has room for nothing else.
+        for max_dtype, dtype in (("float32", torch.float32), ("float32", torch.bfloat16), ("float8_e4m3fn", torch.float32)):
+            with make_group(max_token_dtype=max_dtype) as group:
+                data = Data(dtype, 10)
+                idx, tokens, weights = data.own
+                leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+                exchange = reference.Exchange(data.idx, EXPERTS)
+                rank_major = reference.RankMajorExchange(data.idx, EXPERTS, MAX_ROWS)
+                row_weights = exchange.scatter_weights(data.weights)
+                for row_format in format_model.sum_formats():
+                    options, there = dict(grad_format=row_format), data.tokens
+                    if max_dtype != "float32":
+                        options["format"] = row_format
+                        there = [format_model.round_trip(row_format, each) for each in there]
+                    rows, by_rank = exchange.scatter(there), rank_major.scatter(there)
+
+                    def home(partial_sums):
+                        return on_device(torch.tensor(format_model.sums(row_format, partial_sums[RANK]))).to(dtype)
+
+                    for call in calls(group, idx, weights):
+                        with self.subTest(format=row_format, max_dtype=max_dtype, call=call.__name__):
+                            plan, received, received_weights = call(tokens, **options)
+                            if isinstance(plan, epx.torch.RankMajorPlan):
+                                wanted_out = wanted_grad = home(rank_major.partial_sums(by_rank))
+                                combine = functools.partial(epx.torch.combine_rank_major, plan)
+                                arguments = [received.detach().requires_grad_()]
+                            else:
+                                wanted_out = home(exchange.partial_sums(rows, row_weights))
+                                wanted_grad = home(exchange.partial_sums(rows))
+                                combine = functools.partial(epx.torch.combine, plan)
+                                arguments = [each.detach().requires_grad_() for each in (received, received_weights)]
+                            out = combine(*arguments, format=row_format, grad_format=row_format)
+                            torch.testing.assert_close(out, wanted_out, rtol=0, atol=0)
+                            found = torch.autograd.grad(
+                                [received, received_weights], leaves, [received.detach(), torch.ones_like(received_weights)]
+                            )
+                            torch.testing.assert_close(found, (wanted_grad, (idx >= 0).float()), rtol=0, atol=0)
+                            if max_dtype == "float32":
+                                plain = combine(*arguments, grad_format=row_format)
+                                self.assertFalse(len(out) and torch.equal(out, plain))
+                                used = in_use(plan)
+                                grads = [torch.autograd.grad(each, arguments, tokens.detach()) for each in (out, plain)]
+                                for one, other in zip(*grads):
+                                    lead = 0 if one.dim() == 1 else one.dim() - 2
+                                    one, other = [each.flatten(0, lead)[used] for each in (one, other)]
+                                    torch.testing.assert_close(one, other, rtol=0, atol=0)
+                group.check()
+
+    def test_8_sums_compiled(self):
+        wire, narrow = epx.RowFormat("mx", wire_only=True), epx.RowFormat("block128", amax_floor=0, wire_only=True)
+        with make_group() as group:
+            data = Data(torch.float32, 11)
+            idx, tokens, weights = data.own
+            leaves = [tokens.requires_grad_(), weights.requires_grad_()]
+            for call in calls(group, idx, weights)[1:]:
+
+                def program(tokens):
+                    plan, rows, row_weights = call(tokens, grad_format=narrow)
+                    if isinstance(plan, epx.torch.RankMajorPlan):
+                        rows = rows * torch.where(plan.topk_idx >= 0, row_weights, 0).sum(-1, keepdim=True)
+                        return epx.torch.combine_rank_major(plan, rows, format=wire)
+                    return epx.torch.combine(plan, rows, row_weights, format=wire)
+
+                found = []
+                for each in (program, compiled(program, backend=Graphs().backend())):
+                    out = each(tokens)
+                    found.append((out, torch.autograd.grad(out, leaves, tokens.detach())))
+                with self.subTest(call=call.__name__):
+                    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+            group.check()
+
+    def test_9_without_a_format(self):
+        """The operators are those of before. Rows of few bits are copied and have no gradient, and their weights have theirs."""
         with make_group() as group:
             data = Data(torch.float32, 6)
             idx, tokens, weights = data.own
@@ -314,9 +388,36 @@ class Formats(unittest.TestCase):
                 rows, _ = epx.torch.dispatch(plan, on_device(torch.tensor(codes[RANK])).view(dtype))
                 self.assertEqual(rows.dtype, dtype)
                 numpy.testing.assert_array_equal(as_numpy(rows), wanted_rows(plan, data, codes))
+            leaf = weights.requires_grad_()
+            given = on_device(torch.tensor(codes[RANK])).view(torch.float8_e4m3fn)
+            for call in calls(group, idx, leaf):
+                plan, rows, row_weights = call(given)
+                into = []
+                if call.__name__ == "dispatch":
+                    into.append(epx.torch.dispatch(plan, given, leaf, recv_tokens=torch.empty_like(rows)))
+                if call.__name__ == "rank_major":
+                    memory = torch.empty_like(rows)
+                    into.append(epx.torch.dispatch_rank_major(group, given, idx, leaf, recv_tokens=memory)[1:])
+                for rows, row_weights in ((rows, row_weights), *into):
+                    self.assertFalse(rows.requires_grad)
+                    (grad,) = torch.autograd.grad(row_weights, [leaf], torch.ones_like(row_weights))
+                    self.assertTrue(torch.equal(grad, (idx >= 0).float()))
+                words = "tokens is torch.float8_e4m3fn and requires a gradient"
+                ranks.refused(self, words, lambda: call(given.clone().requires_grad_()))
+            group.check()
+        with make_group(max_token_dtype="float8_e4m3fn") as group:
+            plan = epx.torch.prepare(group, idx)
+            words = "the gradient of topk_weights with a column of float16"
+            ranks.refused(self, words, lambda: epx.torch.dispatch(plan, given, leaf))
+            wire = epx.RowFormat("mx", wire_only=True)
+            _, row_weights = epx.torch.dispatch(plan, given, leaf, grad_format=wire)
+            (grad,) = torch.autograd.grad(row_weights, [leaf], torch.ones_like(row_weights))
+            self.assertTrue(torch.equal(grad, (idx >= 0).float()))
             group.check()
 
-    def test_8_refusals(self):
+
+class Refusals(unittest.TestCase):
+    def test_1_sentences(self):
         """The sentences are those of numpy arrays, but for what tensors alone have."""
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
@@ -364,11 +465,17 @@ class Formats(unittest.TestCase):
             for words, row_format in format_model.refused_on_wire("grad_format", sums=False).items():
                 ranks.refused(self, words, lambda: epx.torch.combine(plan, rows, grad_format=row_format))
                 ranks.refused(self, words, lambda: epx.torch.combine_rank_major(rank_major_plan, by_rank, grad_format=row_format))
+            for words, row_format in format_model.refused_on_wire("format", sums=True).items():
+                ranks.refused(self, words, lambda: epx.torch.combine(plan, rows, format=row_format))
+                ranks.refused(self, words, lambda: epx.torch.combine_rank_major(rank_major_plan, by_rank, format=row_format))
+            for words, row_format in format_model.refused_on_wire("grad_format", sums=True).items():
+                for call in calls(group, idx, None):
+                    ranks.refused(self, words, lambda: call(x, grad_format=row_format))
             with torch.no_grad():
                 dispatch(plan, leaf, format=block)
             group.check()
 
-    def test_9_gradients_that_do_not_fit_the_group(self):
+    def test_2_gradients_that_do_not_fit_the_group(self):
         """The forward refuses them, on its rank alone; without gradients the same call is made."""
         block, data = epx.RowFormat("block128"), Data(torch.float32, 9)
         idx, x, weights = data.own
@@ -379,7 +486,7 @@ class Formats(unittest.TestCase):
                 for call, plain in zip(calls(group, idx, with_gradient), calls(group, idx, weights)):
                     with self.subTest(max_dtype=max_dtype, words=words, call=call.__name__):
                         ranks.refused(self, words, lambda: call(tokens, **options))
-                        plain(tokens, **options)
+                        plain(tokens, **{**options, "grad_format": None})
                 group.check()
 
 

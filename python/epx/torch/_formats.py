@@ -8,11 +8,13 @@ import typing
 
 import torch
 
-from .._formats import ZEROS_DTYPE, format_of, parts_of_tokens, require_room_for_gradients
-from .._values import refuse, require_kind
+from .._formats import ZEROS_DTYPE, format_of, on_wire, parts_of_tokens, require_room_for_gradients
+from .._values import refuse
 from ._group import call, require_usable
 from ._library import new_tensor, ops
 from ._sidecars import as_bytes
+
+_WIDE = torch.float32, torch.float16, torch.bfloat16
 
 
 def _dtype_of(name):
@@ -20,10 +22,11 @@ def _dtype_of(name):
 
 
 class More(typing.NamedTuple):
-    """What a dispatch takes beside rows and weights where there is more: a sidecar's bytes or None, and the operators' arguments
-    of a format. There are no codes without a format."""
+    """What a dispatch takes beside rows and weights where there is more: a sidecar's bytes or None, the format in which gradients
+    travel home, and the operators' arguments of the rows' own format. There are no codes without one."""
 
     sidecar: torch.Tensor | None
+    in_backward: tuple = ()
     codes: tuple[int, ...] | None = None
     amax_floor: float = 0.0
     scales: torch.Tensor | None = None
@@ -32,50 +35,54 @@ class More(typing.NamedTuple):
     with_wide: bool = False
     num_parts: int = 1  # that recv_tokens is
 
-    @property
-    def has_rows_gradient(self):
-        return self.with_wide or self.num_parts == 1
-
-    def sidecar_alone(self):
-        """What a dispatch into recv_tokens takes. Refuses a format."""
-        if self.codes is not None:
-            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
-        return self.sidecar
-
 
 class Operator:
-    """An operator that dispatches: alone, with a sidecar or with a format. tokens: their place among the arguments behind the
-    group's number.  rows, weights: the places of recv_tokens and recv_weights among the results."""
+    """An operator that dispatches: alone, with a sidecar, with a format, or into memory of the caller's. tokens: their place among
+    the arguments behind the group's number, of which the last is the number of rows to make, or recv_tokens to write.  rows,
+    weights: the places of recv_tokens and recv_weights among the results."""
 
     def __init__(self, name, tokens, rows, weights):
         self.alone, self.with_sidecar, self.with_format = [
             getattr(ops, name + variant).default for variant in ("", "_sidecar", "_format")
         ]
+        self.into = None if name == "prepare_dispatch" else getattr(ops, name + "_into").default
         self.tokens, self.rows, self.weights = tokens, rows, weights
 
     def run(self, more, number, *args):
         """Makes the call. Returns what that alone does, and behind it the bytes of a sidecar, scales and row_scales where there
         are some, and last, where it is wanted, the tensor that stands for quantised rows. That has one element of memory."""
-        if more is None:
+        sidecar = None if more is None else more.sidecar
+        if isinstance(args[-1], torch.Tensor):
+            return self._run_into(sidecar, number, *args)
+        if more is None or (more.codes is None and sidecar is None):
             return call(number, self.alone, number, *args)
         if more.codes is None:
-            return call(number, self.with_sidecar, number, *args, more.sidecar)
-        in_format = list(more.codes), more.amax_floor, more.scales, more.row_scales, more.encode_scale, more.sidecar
-        *results, scales, row_scales, sidecar = call(number, self.with_format, number, *args, *in_format)
-        sidecars = [] if more.sidecar is None else [sidecar]
+            return call(number, self.with_sidecar, number, *args, sidecar)
+        in_format = list(more.codes), more.amax_floor, more.scales, more.row_scales, more.encode_scale, sidecar
+        *results, scales, row_scales, recv_sidecar = call(number, self.with_format, number, *args, *in_format)
+        sidecars = [] if sidecar is None else [recv_sidecar]
         wide = []
         if more.with_wide:
             tokens = args[self.tokens]
             wide = [tokens.new_zeros(1).expand(*results[self.rows].shape[:-1], tokens.shape[1])]
         return *results, *sidecars, *[scales, row_scales][: more.num_parts - 1], *wide
 
-    def mark(self, ctx, more, outputs):
-        """Tells autograd which outputs have a gradient: weights, and rows or what stands for them."""
-        with_wide = more is not None and more.with_wide
-        ctx.has_rows_gradient = more is None or more.has_rows_gradient
-        ctx.rows = len(outputs) - 1 if with_wide else self.rows
+    def _run_into(self, sidecar, number, *args):
+        recv_tokens = args[-1]
+        sidecars = [] if sidecar is None else [sidecar.new_empty(*recv_tokens.shape[:-1], sidecar.shape[1])]
+        made = call(number, self.into, number, *args, sidecar, *(sidecars or [None]))
+        return recv_tokens, *(made if isinstance(made, tuple) else (made,)), *sidecars
+
+    def mark(self, ctx, more, written, outputs):
+        """Tells autograd which outputs have a gradient: weights, and rows or what stands for them, if these are wide. written:
+        recv_tokens of the caller's, or None."""
+        ctx.in_backward = () if more is None else more.in_backward
+        ctx.rows = len(outputs) - 1 if more is not None and more.with_wide else self.rows
+        ctx.has_rows_gradient = outputs[ctx.rows].dtype in _WIDE
         differentiable = (self.weights, ctx.rows) if ctx.has_rows_gradient else (self.weights,)
         others = [each for i, each in enumerate(outputs) if i not in differentiable]
+        if written is not None:
+            ctx.mark_dirty(written)
         if others:
             ctx.mark_non_differentiable(*others)
         # PyTorch has no zeros of all dtypes of outputs, and nobody needs those of rows and scales.
@@ -94,7 +101,7 @@ class Operator:
         return [torch.zeros(**zeros) if grad is None else grad for zeros, grad in zip(ctx.zeros, found)]
 
 
-def split(group, tokens, topk_weights, sidecar, row_format, with_wide, records):
+def split(group, tokens, topk_weights, sidecar, row_format, with_wide, grad_format, records):
     """The tensor of tokens, More or None, and whether autograd records the call. records: a function that tells whether it
     records a call on tensors."""
     parts = parts_of_tokens(tokens, row_format, with_wide=with_wide)
@@ -103,23 +110,35 @@ def split(group, tokens, topk_weights, sidecar, row_format, with_wide, records):
     sidecar = as_bytes(group, sidecar, parts[0])
     if topk_weights is not None:
         require_usable(group, "topk_weights", topk_weights)
-    if row_format is None:
-        return tokens, None if sidecar is None else More(sidecar), records(tokens, topk_weights)
-    if row_format.encode_scale is not None:
-        require_usable(group, "encode_scale", row_format.encode_scale)
+    in_backward = on_wire("grad_format", grad_format, group, sums=True)
+    arrives_wide = parts[0].dtype in _WIDE and (row_format is None or row_format.wire_only)
     if len(parts) > 1:
         parts = [part.detach() for part in parts]
-    elif not row_format.wire_only and not with_wide and records(tokens):
-        refuse(
-            f"tokens requires a gradient, which PyTorch would cast to {row_format.dtype}, the dtype of the rows that arrive: give "
-            "with_wide=True, and use the tensor that it returns for the rows' gradient; or give tokens.detach()"
-        )
+    elif not arrives_wide and not with_wide and records(tokens):
+        _refuse_narrow_gradient(tokens, row_format)
     tokens, scales, row_scales = parts + (3 - len(parts)) * [None]
-    in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
-    more, is_recorded = More(sidecar, *in_format, with_wide, row_format.num_recv_parts), records(tokens, topk_weights)
-    if is_recorded:
-        require_room_for_gradients(group.max_token_dtype, tokens.dtype if more.has_rows_gradient else None)
+    more = None if sidecar is None and not in_backward else More(sidecar, in_backward)
+    if row_format is not None:
+        if row_format.encode_scale is not None:
+            require_usable(group, "encode_scale", row_format.encode_scale)
+        in_format = row_format.codes, row_format.amax_floor, scales, row_scales, row_format.encode_scale
+        more = More(sidecar, in_backward, *in_format, with_wide, row_format.num_recv_parts)
+    is_recorded = records(tokens, topk_weights)
+    if is_recorded and not in_backward and not (row_format is None and arrives_wide):
+        require_room_for_gradients(group.max_token_dtype, tokens.dtype if arrives_wide or with_wide else None)
     return tokens, more, is_recorded
+
+
+def _refuse_narrow_gradient(tokens, row_format):
+    if row_format is None:
+        refuse(
+            f"tokens is {tokens.dtype} and requires a gradient, which rows of 8 or 4 bits do not have: give tokens.detach(), or "
+            "wide tokens with a format"
+        )
+    refuse(
+        f"tokens requires a gradient, which PyTorch would cast to {row_format.dtype}, the dtype of the rows that arrive: give "
+        "with_wide=True, and use the tensor that it returns for the rows' gradient; or give tokens.detach()"
+    )
 
 
 def received(results, topk_weights, sidecar, more):

@@ -18,12 +18,11 @@ from ._derivatives import differentiable_once
 from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
-from ._sidecars import new_sidecar
 
 _DISPATCH = Operator("dispatch", tokens=1, rows=0, weights=1)
 _PREPARE_DISPATCH = Operator("prepare_dispatch", tokens=0, rows=2, weights=3)
 _prepare, _combine = ops.prepare.default, ops.combine.default
-_dispatch_into, _combine_bwd, _dispatch_bwd = ops.dispatch_into.default, ops.combine_bwd.default, ops.dispatch_bwd.default
+_combine_bwd, _dispatch_bwd = ops.combine_bwd.default, ops.dispatch_bwd.default
 _WEIGHTS_INPUT = 4  # topk_weights among the arguments of the functions that dispatch
 _COUNTS_DTYPES = (torch.int32, torch.int64)
 _PADS = {member.name.lower(): int(member) for member in Pads}
@@ -139,7 +138,7 @@ def _(group, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_toke
 
 
 @torch.library.register_fake("epx::combine")
-def _(group, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
+def _(group, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens, format=(), amax_floor=0.0):
     return new_tensor(expert_out, num_tokens, expert_out.shape[1])
 
 
@@ -150,18 +149,20 @@ def _(group, handle_mem, grad_out, expert_out, recv_weights, top_k, alignment, n
 
 
 @torch.library.register_fake("epx::dispatch_bwd")
-def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tokens):
+def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, alignment, num_tokens, format=(), amax_floor=0.0):
     weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
     return new_tensor(grad_recv, num_tokens, grad_recv.shape[1]), new_tensor(grad_recv, *weights, dtype=torch.float32)
 
 
 class _Dispatch(torch.autograd.Function):
+    """num_rows: of the tensor to make, or recv_tokens of the caller's, which becomes what is returned."""
+
     @staticmethod
     def forward(ctx, more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows):
         ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(handle_mem)
         outputs = _DISPATCH.run(more, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, num_rows)
-        _DISPATCH.mark(ctx, more, outputs)
+        _DISPATCH.mark(ctx, more, num_rows if isinstance(num_rows, torch.Tensor) else None, outputs)
         return outputs
 
     @staticmethod
@@ -169,25 +170,6 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx, *grads):
         grad_tokens, grad_weights = _dispatch_backward(ctx, *_DISPATCH.grads(ctx, grads))
         return None, None, None, grad_tokens if ctx.has_rows_gradient else None, grad_weights, *4 * [None]
-
-
-class _DispatchInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens):
-        ctx.layer = number, top_k, alignment, tokens.shape[0], topk_weights is not None
-        ctx.save_for_backward(handle_mem)
-        ctx.mark_dirty(recv_tokens)
-        outputs = _run_dispatch_into(
-            sidecar, number, handle_mem, tokens, topk_weights, top_k, alignment, pads, recv_tokens
-        )
-        if sidecar is not None:
-            ctx.mark_non_differentiable(outputs[2])
-        return outputs
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_recv, grad_recv_weights, *_):
-        return None, None, None, *_dispatch_backward(ctx, grad_recv, grad_recv_weights), *4 * [None]
 
 
 class _PrepareDispatch(torch.autograd.Function):
@@ -198,7 +180,7 @@ class _PrepareDispatch(torch.autograd.Function):
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
-        _PREPARE_DISPATCH.mark(ctx, more, outputs)
+        _PREPARE_DISPATCH.mark(ctx, more, None, outputs)
         return outputs
 
     @staticmethod
@@ -208,14 +190,6 @@ class _PrepareDispatch(torch.autograd.Function):
         return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, *4 * [None]
 
 
-def _run_dispatch_into(sidecar, number, *args):
-    """args end with recv_tokens. Returns it, recv_weights, and the bytes of a sidecar."""
-    recv_tokens = args[-1]
-    recv_sidecar = new_sidecar(recv_tokens, sidecar)
-    weights = call(number, _dispatch_into, number, *args, sidecar, recv_sidecar)
-    return (recv_tokens, weights) if sidecar is None else (recv_tokens, weights, recv_sidecar)
-
-
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     """The gradients of tokens and of topk_weights. All ranks make the same choice of weights: it depends on what all of them
     gave, not on who used what came of it."""
@@ -223,39 +197,31 @@ def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     (handle_mem,) = ctx.saved_tensors
     _refuse_transforms(grad_recv, grad_recv_weights)
     row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[_WEIGHTS_INPUT] else None
-    grad_tokens, grad_weights = call(
-        number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
-    )
+    args = handle_mem, grad_recv.contiguous(), row_weights, top_k, alignment, num_tokens
+    grad_tokens, grad_weights = call(number, _dispatch_bwd, number, *args, *ctx.in_backward)
     return grad_tokens, None if row_weights is None else grad_weights
 
 
 class _Combine(torch.autograd.Function):
+    """formats: the operators' arguments of those in which rows travel, forward and backward."""
+
     @staticmethod
-    def forward(ctx, grad_format, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
-        ctx.layer = number, top_k, alignment, expert_out.shape[0], grad_format
+    def forward(ctx, formats, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens):
+        in_forward, in_backward = formats
+        ctx.layer = number, top_k, alignment, expert_out.shape[0], in_backward
         wants_weights = recv_weights is not None and ctx.needs_input_grad[4]
         ctx.save_for_backward(handle_mem, expert_out if wants_weights else None, recv_weights)
-        return call(number, _combine, number, handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens)
+        args = handle_mem, expert_out, recv_weights, top_k, alignment, num_tokens
+        return call(number, _combine, number, *args, *in_forward)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out):
-        number, top_k, alignment, num_rows, grad_format = ctx.layer
+        number, top_k, alignment, num_rows, in_backward = ctx.layer
         handle_mem, expert_out, recv_weights = ctx.saved_tensors
         _refuse_transforms(grad_out)
-        grad_rows, grad_weights = call(
-            number,
-            _combine_bwd,
-            number,
-            handle_mem,
-            grad_out.contiguous(),
-            expert_out,
-            recv_weights,
-            top_k,
-            alignment,
-            num_rows,
-            *grad_format,
-        )
+        args = handle_mem, grad_out.contiguous(), expert_out, recv_weights, top_k, alignment, num_rows
+        grad_rows, grad_weights = call(number, _combine_bwd, number, *args, *in_backward)
         return None, None, None, grad_rows, None if expert_out is None else grad_weights, None, None, None
 
 
@@ -326,6 +292,7 @@ def prepare_dispatch(
     sidecar: torch.Tensor | None = None,
     format: RowFormat | None = None,
     with_wide: bool = False,
+    grad_format: RowFormat | None = None,
 ) -> tuple:
     """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
     backward; all ranks make this call, or all make the two others.
@@ -340,7 +307,7 @@ def prepare_dispatch(
     number, int64_counts = group.number, _is_int64(counts_dtype)
     if num_rows is None:
         num_rows = group.max_recv_tokens_per_rank
-    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     require_usable(group, "topk_idx", topk_idx)
     args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
     run = _PrepareDispatch.apply if records else _PREPARE_DISPATCH.run
@@ -360,6 +327,7 @@ def dispatch(
     sidecar: torch.Tensor | None = None,
     format: RowFormat | None = None,
     with_wide: bool = False,
+    grad_format: RowFormat | None = None,
 ) -> tuple:
     """Brings tokens to the ranks of their experts. Collective, and so is its backward.
 
@@ -377,6 +345,8 @@ def dispatch(
     is the one that dispatch has without a format.  with_wide: the same on all ranks; where wide rows arrive quantised, also
     returns a tensor [N, H] of tokens' dtype that stands for the rows: give it to the autograd.Function that computes with them,
     which returns their gradient for it. It has one element of memory, and its elements are 0.
+    grad_format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial
+    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire".
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too, and
     with with_wide, last, the tensor that stands for the rows. Rows behind plan.num_rows hold whatever memory held, and so do
     those of the gradient that combine's backward returns, whose pads are zero.
@@ -384,18 +354,19 @@ def dispatch(
     require_kind("plan", plan, Plan)
     group, number = plan.group, plan.group.number
     pads = _pads(pads)
-    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     args = number, plan.handle_mem, tokens, topk_weights, plan.top_k, plan.alignment, pads
     if recv_tokens is not None:
-        bytes_ = None if more is None else more.sidecar_alone()
         require_one_size("num_rows", num_rows, recv_tokens, "N")
+        if format is not None:
+            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
         if torch.compiler.is_compiling():
             refuse("dispatch into recv_tokens is not supported under torch.compile, which cannot order operators that write")
         _require_writable(group, "recv_tokens", recv_tokens)
         if records:
-            rows = _DispatchInto.apply(bytes_, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
+            rows = _Dispatch.apply(more, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
         else:
-            rows = _run_dispatch_into(bytes_, *args, recv_tokens)
+            rows = _DISPATCH.run(more, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     else:
         if num_rows is None:
@@ -411,11 +382,14 @@ def combine(
     expert_out: torch.Tensor,
     recv_weights: torch.Tensor | None = None,
     *,
+    format: RowFormat | None = None,
     grad_format: RowFormat | None = None,
 ) -> torch.Tensor:
     """Brings the experts' outputs back. Collective, and so is its backward.
 
     expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
+    format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial sums
+    travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
     grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
     backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
@@ -426,10 +400,11 @@ def combine(
     if recv_weights is not None:
         require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
+    in_forward = on_wire("format", format, group, sums=True)
     in_backward = on_wire("grad_format", grad_format, group, sums=False)
     if _records(expert_out, recv_weights):
-        return _Combine.apply(in_backward, *args)
-    return call(number, _combine, *args)
+        return _Combine.apply((in_forward, in_backward), *args)
+    return call(number, _combine, *args, *in_forward)
 
 
 def saves_exchange():

@@ -16,11 +16,10 @@ from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
 from ._library import groups, new_tensor, ops
 from ._ops import _records, _refuse_transforms, _require_writable
-from ._sidecars import new_sidecar
 
 _DISPATCH = Operator("dispatch_rank_major", tokens=0, rows=0, weights=3)
-_combine, _dispatch_into = ops.combine_rank_major.default, ops.dispatch_rank_major_into.default
-_dispatch_bwd, _combine_bwd = ops.dispatch_rank_major_bwd.default, ops.combine_rank_major_bwd.default
+_combine, _combine_bwd = ops.combine_rank_major.default, ops.combine_rank_major_bwd.default
+_dispatch_bwd = ops.dispatch_rank_major_bwd.default
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,7 +78,7 @@ def _(group, tokens, topk_idx, topk_weights, recv_tokens, sidecar, recv_sidecar)
 
 
 @torch.library.register_fake("epx::combine_rank_major")
-def _(group, handle_mem, expert_out, top_k, num_tokens):
+def _(group, handle_mem, expert_out, top_k, num_tokens, format=(), amax_floor=0.0):
     return new_tensor(expert_out, num_tokens, expert_out.shape[2])
 
 
@@ -89,17 +88,20 @@ def _(group, handle_mem, grad_out, top_k, max_rows, format=(), amax_floor=0.0):
 
 
 @torch.library.register_fake("epx::dispatch_rank_major_bwd")
-def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens):
+def _(group, handle_mem, grad_recv, grad_recv_weights, top_k, num_tokens, format=(), amax_floor=0.0):
     weights = (0,) if grad_recv_weights is None else (num_tokens, top_k)
     return new_tensor(grad_recv, num_tokens, grad_recv.shape[2]), new_tensor(grad_recv, *weights, dtype=torch.float32)
 
 
 class _Dispatch(torch.autograd.Function):
+    """max_rows: of the tensor to make, or recv_tokens of the caller's, which becomes what is returned."""
+
     @staticmethod
     def forward(ctx, more, number, tokens, topk_idx, topk_weights, max_rows):
         outputs = _DISPATCH.run(more, number, tokens, topk_idx, topk_weights, max_rows)
-        _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs)
-        _DISPATCH.mark(ctx, more, outputs)
+        ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
+        ctx.save_for_backward(outputs[1])
+        _DISPATCH.mark(ctx, more, max_rows if isinstance(max_rows, torch.Tensor) else None, outputs)
         return outputs
 
     @staticmethod
@@ -109,62 +111,34 @@ class _Dispatch(torch.autograd.Function):
         return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, None
 
 
-class _DispatchInto(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, sidecar, number, tokens, topk_idx, topk_weights, recv_tokens):
-        ctx.mark_dirty(recv_tokens)
-        outputs = _run_dispatch_into(sidecar, number, tokens, topk_idx, topk_weights, recv_tokens)
-        _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs)
-        _, handle_mem, row_idx, _, counts, *recv_sidecar = outputs
-        ctx.mark_non_differentiable(handle_mem, row_idx, counts, *recv_sidecar)
-        return outputs
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_recv, _handle_mem, _topk_idx, grad_recv_weights, *_):
-        grad_tokens, grad_weights = _dispatch_backward(ctx, grad_recv, grad_recv_weights)
-        return None, None, grad_tokens, None, grad_weights, None
-
-
-def _run_dispatch_into(sidecar, number, *args):
-    """args end with recv_tokens. Returns what the operator that makes new tensors does."""
-    recv_tokens = args[-1]
-    recv_sidecar = new_sidecar(recv_tokens, sidecar)
-    outputs = recv_tokens, *call(number, _dispatch_into, number, *args, sidecar, recv_sidecar)
-    return outputs if sidecar is None else (*outputs, recv_sidecar)
-
-
-def _save_layer(ctx, number, tokens, topk_idx, topk_weights, outputs):
-    ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
-    ctx.save_for_backward(outputs[1])
-
-
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
     # All ranks make the same choice of weights: it depends on what all of them gave, not on who used what came of it.
     number, top_k, num_tokens, has_weights = ctx.layer
     (handle_mem,) = ctx.saved_tensors
     _refuse_transforms(grad_recv, grad_recv_weights)
     row_weights = grad_recv_weights.contiguous() if has_weights and ctx.needs_input_grad[4] else None
-    grad_tokens, grad_weights = call(
-        number, _dispatch_bwd, number, handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
-    )
+    args = handle_mem, grad_recv.contiguous(), row_weights, top_k, num_tokens
+    grad_tokens, grad_weights = call(number, _dispatch_bwd, number, *args, *ctx.in_backward)
     return grad_tokens, None if row_weights is None else grad_weights
 
 
 class _Combine(torch.autograd.Function):
+    """formats: as in combine."""
+
     @staticmethod
-    def forward(ctx, grad_format, number, handle_mem, expert_out, top_k, num_tokens):
-        ctx.layer = number, top_k, expert_out.shape[1], grad_format
+    def forward(ctx, formats, number, handle_mem, expert_out, top_k, num_tokens):
+        in_forward, in_backward = formats
+        ctx.layer = number, top_k, expert_out.shape[1], in_backward
         ctx.save_for_backward(handle_mem)
-        return call(number, _combine, number, handle_mem, expert_out, top_k, num_tokens)
+        return call(number, _combine, number, handle_mem, expert_out, top_k, num_tokens, *in_forward)
 
     @staticmethod
     @differentiable_once
     def backward(ctx, grad_out):
-        number, top_k, max_rows, grad_format = ctx.layer
+        number, top_k, max_rows, in_backward = ctx.layer
         (handle_mem,) = ctx.saved_tensors
         _refuse_transforms(grad_out)
-        grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows, *grad_format)
+        grad_rows = call(number, _combine_bwd, number, handle_mem, grad_out.contiguous(), top_k, max_rows, *in_backward)
         return None, None, None, grad_rows, None, None
 
 
@@ -179,6 +153,7 @@ def dispatch_rank_major(
     sidecar: torch.Tensor | None = None,
     format: RowFormat | None = None,
     with_wide: bool = False,
+    grad_format: RowFormat | None = None,
 ) -> tuple:
     """Brings each token once to each rank that owns an expert of it. Collective, and so is its backward.
 
@@ -186,7 +161,8 @@ def dispatch_rank_major(
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
     group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
     instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
-    returned has in its stead. Not under torch.compile.  sidecar, format, with_wide: as in dispatch(), without scales in tiles.
+    returned has in its stead. Not under torch.compile.  sidecar, format, with_wide, grad_format: as in dispatch(), without scales
+    in tiles.
     Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too, and
     with with_wide, last, the tensor [P, M, H] that stands for the rows. Scales by rows are [P, M, S], and row_scales [P, M].
     Weights are 0 where plan.topk_idx is -1. Rows at or beyond plan.counts[r] of recv_tokens and recv_sidecar hold whatever memory
@@ -195,22 +171,23 @@ def dispatch_rank_major(
     """
     require_kind("group", group, Group)
     number = group.number
-    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, _records)
+    tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     require_usable(group, "topk_idx", topk_idx)
     args = number, tokens, topk_idx, topk_weights
     if recv_tokens is None:
         run = _Dispatch.apply if records else _DISPATCH.run
         outputs = run(more, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
     else:
-        bytes_ = None if more is None else more.sidecar_alone()
+        if format is not None:
+            refuse("recv_tokens and format are given; with a format rows arrive in new tensors")
         if torch.compiler.is_compiling():
             refuse("recv_tokens is not supported under torch.compile, which cannot order operators that write")
         require_one_size("max_rows", max_rows, recv_tokens, "M")
         _require_writable(group, "recv_tokens", recv_tokens)
         if records:
-            outputs = _DispatchInto.apply(bytes_, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
+            outputs = _Dispatch.apply(more, *args, recv_tokens.detach())  # so the caller's own tensor gets no history
         else:
-            outputs = _run_dispatch_into(bytes_, *args, recv_tokens)
+            outputs = _DISPATCH.run(more, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     rows, handle_mem, row_idx, weights, counts, *rest = outputs
     plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
@@ -218,22 +195,27 @@ def dispatch_rank_major(
 
 
 def combine_rank_major(
-    plan: RankMajorPlan, expert_out: torch.Tensor, *, grad_format: RowFormat | None = None
+    plan: RankMajorPlan,
+    expert_out: torch.Tensor,
+    *,
+    format: RowFormat | None = None,
+    grad_format: RowFormat | None = None,
 ) -> torch.Tensor:
     """Brings the rows back, which the caller has summed over each token's experts of this rank. Collective, and so is its
     backward. Refused in a group of combine_precision "exact".
 
-    expert_out: [P, M, H] float32, float16 or bfloat16.  grad_format: as in combine().
+    expert_out: [P, M, H] float32, float16 or bfloat16.  format, grad_format: as in combine().
     Returns out [T, H]: the sum of a token's kept rows over the ranks; zero for a token without one.
     """
     require_kind("plan", plan, RankMajorPlan)
     group, number = plan.group, plan.group.number
     require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
+    in_forward = on_wire("format", format, group, sums=True)
     in_backward = on_wire("grad_format", grad_format, group, sums=False)
     if _records(expert_out):
-        return _Combine.apply(in_backward, *args)
-    return call(number, _combine, *args)
+        return _Combine.apply((in_forward, in_backward), *args)
+    return call(number, _combine, *args, *in_forward)
 
 
 __all__ = ["RankMajorPlan", "combine_rank_major", "dispatch_rank_major"]

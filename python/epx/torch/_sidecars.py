@@ -15,8 +15,3 @@ def as_bytes(group, sidecar, tokens):
     # PyTorch's dtypes all have whole bytes.
     require_sidecar(sidecar.shape, sidecar.dtype, 8 * sidecar.element_size(), tokens.shape[0], group.max_sidecar_bytes)
     return sidecar.detach().view(torch.uint8)
-
-
-def new_sidecar(recv_tokens, sidecar):
-    """Memory for the sidecar of rows [..., H]; None for none."""
-    return None if sidecar is None else sidecar.new_empty(*recv_tokens.shape[:-1], sidecar.shape[1])
