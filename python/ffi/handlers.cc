@@ -9,6 +9,7 @@
 #include <bit>
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -28,7 +29,12 @@ struct DispatchAttributes {
   float amax_floor;
 };
 
-// Those of a call that has no optional tensors of rows, but a format.
+// Those of prepare, which moves no rows.
+struct LayerAttributes {
+  int64_t group, top_k, alignment;
+};
+
+// Those of the other calls, which have no optional tensors of rows, but a format.
 struct FormatAttributes {
   int64_t group, top_k, alignment, scaling, dtype, scale_layout;
   float amax_floor;
@@ -42,6 +48,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int6
                                       ffi::StructMember<int64_t>("optional_results"), ffi::StructMember<int64_t>("scaling"),
                                       ffi::StructMember<int64_t>("dtype"), ffi::StructMember<int64_t>("scale_layout"),
                                       ffi::StructMember<float>("amax_floor"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(LayerAttributes, ffi::StructMember<int64_t>("group"),
+                                      ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(FormatAttributes, ffi::StructMember<int64_t>("group"),
                                       ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
@@ -220,10 +229,11 @@ private:
 };
 
 // Makes the call. On CPU devices the stream is NULL.
-template <typename Args>
-ffi::Error call(epx_status (*function)(epx_group, const Args*), int64_t group, int64_t top_k, int64_t alignment,
-                void* stream, const ffi::AnyBuffer& handle_mem, Args args) {
-  const GroupUse use(group);
+template <typename Attributes, typename Args>
+ffi::Error call(epx_status (*function)(epx_group, const Args*), const Attributes& attributes, void* stream,
+                const ffi::AnyBuffer& handle_mem, Args args) {
+  const int64_t top_k = attributes.top_k, alignment = attributes.alignment;
+  const GroupUse use(attributes.group);
   if (use.get() == nullptr) return {ffi::ErrorCode::kFailedPrecondition, "epx: the group of this call has been destroyed"};
   if ((stream == nullptr) != use.is_on_host())
     return {ffi::ErrorCode::kInvalidArgument, std::string("epx: the group has transport ") +
@@ -246,8 +256,7 @@ ffi::Error call(epx_status (*function)(epx_group, const Args*), int64_t group, i
 ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::Result<ffi::AnyBuffer>,
                    ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
                    ffi::Result<ffi::AnyBuffer> offsets, ffi::Result<ffi::AnyBuffer> global_counts,
-                   ffi::Result<ffi::AnyBuffer> info, ffi::RemainingRets slot, int64_t group, int64_t top_k,
-                   int64_t alignment) {
+                   ffi::Result<ffi::AnyBuffer> info, ffi::RemainingRets slot, LayerAttributes attributes) {
   const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), offset = tensor_of(*offsets);
   const epx_tensor global = tensor_of(*global_counts);
   const epx_tensor numbers = epx_tensor_1d(info->untyped_data(), EPX_INT64, info->dimensions().front());
@@ -260,7 +269,7 @@ ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::R
   args.global_counts = &global;
   args.info = &numbers;
   args.slot = optional(out, 0);
-  return call(epx_prepare, group, top_k, alignment, stream, *handle_mem, args);
+  return call(epx_prepare, attributes, stream, *handle_mem, args);
 }
 
 ffi::Error dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer tokens,
@@ -270,7 +279,7 @@ ffi::Error dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi
   epx_dispatch_args args{};
   args.handle_mem = handle_mem.untyped_data();
   rows.point(args);
-  return call(epx_dispatch, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem, args);
+  return call(epx_dispatch, attributes, stream, handle_mem, args);
 }
 
 ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
@@ -292,21 +301,23 @@ ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_id
   args.info = &numbers;
   args.slot = rows.slot();
   rows.point(args);
-  return call(epx_prepare_dispatch, attributes.group, attributes.top_k, attributes.alignment, stream, *handle_mem, args);
+  return call(epx_prepare_dispatch, attributes, stream, *handle_mem, args);
 }
 
 // Optional: recv_weights.
 ffi::Error combine(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer expert_out,
                    ffi::RemainingArgs recv_weights, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> out,
-                   int64_t group, int64_t top_k, int64_t alignment) {
+                   FormatAttributes attributes) {
   const epx_tensor rows = tensor_of(expert_out), sums = tensor_of(*out);
   const auto in = tensors_of(recv_weights);
+  const epx_row_format format = format_of(attributes);
   epx_combine_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.expert_out = &rows;
   args.recv_weights = optional(in, 0);
   args.out = &sums;
-  return call(epx_combine, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_combine, attributes, stream, handle_mem, args);
 }
 
 // Optional: recv_weights and expert_out, and grad_recv_weights behind grad_expert_out.
@@ -325,23 +336,25 @@ ffi::Error combine_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuf
   args.grad_expert_out = &grad_rows;
   args.grad_recv_weights = optional(out, 0);
   args.format = optional(format);
-  return call(epx_combine_bwd, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem, args);
+  return call(epx_combine_bwd, attributes, stream, handle_mem, args);
 }
 
 // Optional: grad_recv_weights, and grad_topk_weights behind grad_tokens.
 ffi::Error dispatch_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer grad_recv,
                         ffi::RemainingArgs grad_recv_weights, ffi::Result<ffi::AnyBuffer>,
-                        ffi::Result<ffi::AnyBuffer> grad_tokens, ffi::RemainingRets grad_topk_weights, int64_t group,
-                        int64_t top_k, int64_t alignment) {
+                        ffi::Result<ffi::AnyBuffer> grad_tokens, ffi::RemainingRets grad_topk_weights,
+                        FormatAttributes attributes) {
   const epx_tensor grad_rows = tensor_of(grad_recv), grad = tensor_of(*grad_tokens);
   const auto in = tensors_of(grad_recv_weights), out = tensors_of(grad_topk_weights);
+  const epx_row_format format = format_of(attributes);
   epx_dispatch_bwd_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.grad_recv = &grad_rows;
   args.grad_recv_weights = optional(in, 0);
   args.grad_tokens = &grad;
   args.grad_topk_weights = optional(out, 0);
-  return call(epx_dispatch_bwd, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_dispatch_bwd, attributes, stream, handle_mem, args);
 }
 
 ffi::Error dispatch_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::AnyBuffer tokens,
@@ -357,18 +370,19 @@ ffi::Error dispatch_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk
   args.recv_topk_idx = &local_idx;
   args.counts = &count;
   rows.point(args);
-  return call(epx_dispatch_rank_major, attributes.group, attributes.top_k, attributes.alignment, stream, *handle_mem, args);
+  return call(epx_dispatch_rank_major, attributes, stream, *handle_mem, args);
 }
 
 ffi::Error combine_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer handle_mem, ffi::AnyBuffer expert_out,
-                              ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> out, int64_t group, int64_t top_k,
-                              int64_t alignment) {
+                              ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> out, FormatAttributes attributes) {
   const epx_tensor rows = tensor_of(expert_out), sums = tensor_of(*out);
+  const epx_row_format format = format_of(attributes);
   epx_combine_rank_major_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.expert_out = &rows;
   args.out = &sums;
-  return call(epx_combine_rank_major, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_combine_rank_major, attributes, stream, handle_mem, args);
 }
 
 ffi::Error combine_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem,
@@ -381,24 +395,25 @@ ffi::Error combine_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, 
   args.grad_out = &grad;
   args.grad_expert_out = &grad_rows;
   args.format = optional(format);
-  return call(epx_combine_rank_major_bwd, attributes.group, attributes.top_k, attributes.alignment, stream, handle_mem,
-              args);
+  return call(epx_combine_rank_major_bwd, attributes, stream, handle_mem, args);
 }
 
 // Optional: grad_recv_weights, and grad_topk_weights behind grad_tokens.
 ffi::Error dispatch_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer handle_mem,
                                    ffi::AnyBuffer grad_recv, ffi::RemainingArgs grad_recv_weights,
                                    ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> grad_tokens,
-                                   ffi::RemainingRets grad_topk_weights, int64_t group, int64_t top_k, int64_t alignment) {
+                                   ffi::RemainingRets grad_topk_weights, FormatAttributes attributes) {
   const epx_tensor grad_rows = tensor_of(grad_recv), grad = tensor_of(*grad_tokens);
   const auto in = tensors_of(grad_recv_weights), out = tensors_of(grad_topk_weights);
+  const epx_row_format format = format_of(attributes);
   epx_dispatch_rank_major_bwd_args args{};
   args.handle_mem = handle_mem.untyped_data();
   args.grad_recv = &grad_rows;
   args.grad_recv_weights = optional(in, 0);
   args.grad_tokens = &grad;
   args.grad_topk_weights = optional(out, 0);
-  return call(epx_dispatch_rank_major_bwd, group, top_k, alignment, stream, handle_mem, args);
+  args.format = optional(format);
+  return call(epx_dispatch_rank_major_bwd, attributes, stream, handle_mem, args);
 }
 
 // Makes no call: XLA keeps it, and with it all that its token depends on.
@@ -406,85 +421,60 @@ ffi::Error hold(void*, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
 }
 
-// On CPU devices there is no stream.
-template <auto function>
-struct OnHost;
-template <typename... Args, ffi::Error (*function)(void*, Args...)>
-struct OnHost<function> {
-  static ffi::Error run(Args... args) { return function(nullptr, args...); }
+// Makes a handler of a function, whose parameters XLA decodes by their types. A binding cannot be moved, so it is the last
+// parameter's that makes the handler.
+template <typename... Params>
+struct Bind {
+  static auto to(auto function, auto binding) { return binding.To(function); }
+};
+template <typename Param, typename... Params>
+struct Bind<Param, Params...> {
+  static auto to(auto function, auto binding) {
+    using Rest = Bind<Params...>;
+    if constexpr (std::is_same_v<Param, ffi::AnyBuffer>)
+      return Rest::to(function, std::move(binding).template Arg<ffi::AnyBuffer>());
+    else if constexpr (std::is_same_v<Param, ffi::Result<ffi::AnyBuffer>>)
+      return Rest::to(function, std::move(binding).template Ret<ffi::AnyBuffer>());
+    else if constexpr (std::is_same_v<Param, ffi::RemainingArgs>)
+      return Rest::to(function, std::move(binding).RemainingArgs());
+    else if constexpr (std::is_same_v<Param, ffi::RemainingRets>)
+      return Rest::to(function, std::move(binding).RemainingRets());
+    else
+      return Rest::to(function, std::move(binding).template Attrs<Param>());
+  }
 };
 
-using Buffer = ffi::AnyBuffer;
+// A call as handlers. On CPU devices there is no stream.
+template <auto function>
+struct Handlers;
+template <typename... Params, ffi::Error (*function)(void*, Params...)>
+struct Handlers<function> {
+  static auto on_host() {
+    return Bind<Params...>::to(
+        +[](Params... params) { return function(nullptr, params...); }, ffi::Ffi::Bind());
+  }
+  static auto on_gpu() { return Bind<Params...>::to(function, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()); }
+};
 
 } // namespace
 
-#define EPX_ATTRIBUTES .Attr<int64_t>("group").Attr<int64_t>("top_k").Attr<int64_t>("alignment")
-#define EPX_CALL_HANDLER(name, operands) EPX_HANDLER(name, operands EPX_ATTRIBUTES)
-#define EPX_HANDLER(name, operands)                                                                                        \
-  extern "C" EPX_API XLA_FFI_Error* epx_ffi_##name##_cpu(XLA_FFI_CallFrame*);                                              \
-  extern "C" EPX_API XLA_FFI_Error* epx_ffi_##name##_cuda(XLA_FFI_CallFrame*);                                             \
-                                                                                                                           \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(epx_ffi_##name##_cpu, OnHost<name>::run, ffi::Ffi::Bind() operands);                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(epx_ffi_##name##_cuda, name, ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>() operands)
+#define EPX_HANDLER(symbol, make)                                                                                          \
+  extern "C" EPX_API XLA_FFI_Error* symbol(XLA_FFI_CallFrame* frame) {                                                     \
+    static auto* const handler = make().release();                                                                         \
+    return handler->Call(frame);                                                                                           \
+  }
+#define EPX_HANDLERS(name)                                                                                                 \
+  EPX_HANDLER(epx_ffi_##name##_cpu, Handlers<name>::on_host)                                                               \
+  EPX_HANDLER(epx_ffi_##name##_cuda, Handlers<name>::on_gpu)
 
-EPX_CALL_HANDLER(prepare, .Arg<Buffer>()
-                              .Arg<Buffer>()
-                              .Ret<Buffer>()
-                              .Ret<Buffer>()
-                              .Ret<Buffer>()
-                              .Ret<Buffer>()
-                              .Ret<Buffer>()
-                              .Ret<Buffer>()
-                              .RemainingRets());
-EPX_HANDLER(dispatch, .Arg<Buffer>()
-                          .Arg<Buffer>()
-                          .Arg<Buffer>()
-                          .RemainingArgs()
-                          .Ret<Buffer>()
-                          .Ret<Buffer>()
-                          .RemainingRets()
-                          .Attrs<DispatchAttributes>());
-EPX_HANDLER(prepare_dispatch, .Arg<Buffer>()
-                                  .Arg<Buffer>()
-                                  .Arg<Buffer>()
-                                  .RemainingArgs()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .Ret<Buffer>()
-                                  .RemainingRets()
-                                  .Attrs<DispatchAttributes>());
-EPX_CALL_HANDLER(combine, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>());
-EPX_HANDLER(combine_bwd, .Arg<Buffer>()
-                             .Arg<Buffer>()
-                             .Arg<Buffer>()
-                             .Arg<Buffer>()
-                             .RemainingArgs()
-                             .Ret<Buffer>()
-                             .Ret<Buffer>()
-                             .RemainingRets()
-                             .Attrs<FormatAttributes>());
-EPX_CALL_HANDLER(
-    dispatch_bwd,
-    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
-EPX_HANDLER(dispatch_rank_major, .Arg<Buffer>()
-                                     .Arg<Buffer>()
-                                     .Arg<Buffer>()
-                                     .RemainingArgs()
-                                     .Ret<Buffer>()
-                                     .Ret<Buffer>()
-                                     .Ret<Buffer>()
-                                     .Ret<Buffer>()
-                                     .Ret<Buffer>()
-                                     .RemainingRets()
-                                     .Attrs<DispatchAttributes>());
-EPX_CALL_HANDLER(combine_rank_major, .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>());
-EPX_HANDLER(combine_rank_major_bwd,
-            .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Ret<Buffer>().Ret<Buffer>().Attrs<FormatAttributes>());
-EPX_CALL_HANDLER(
-    dispatch_rank_major_bwd,
-    .Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().Arg<Buffer>().RemainingArgs().Ret<Buffer>().Ret<Buffer>().RemainingRets());
-EPX_HANDLER(hold, .Arg<Buffer>().Ret<Buffer>());
+EPX_HANDLERS(prepare)
+EPX_HANDLERS(dispatch)
+EPX_HANDLERS(prepare_dispatch)
+EPX_HANDLERS(combine)
+EPX_HANDLERS(combine_bwd)
+EPX_HANDLERS(dispatch_bwd)
+EPX_HANDLERS(dispatch_rank_major)
+EPX_HANDLERS(combine_rank_major)
+EPX_HANDLERS(combine_rank_major_bwd)
+EPX_HANDLERS(dispatch_rank_major_bwd)
+EPX_HANDLERS(hold)

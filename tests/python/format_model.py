@@ -123,6 +123,8 @@ def refused_gradients(tokens, quantised):
         ("float8_e4m3fn", of_weights, quantised, dict(format=block)),
     ):
         yield max_dtype, words.format(max_dtype), rows, options
+    words = "grad_format has dtype float8_e4m3fn, and the group's max_token_dtype float4_e2m1fn has no room for it"
+    yield "float4_e2m1fn", words, tokens, dict(format=epx.RowFormat("nv"), with_wide=True, grad_format=wire)
 
 
 def bits(array):

@@ -165,23 +165,9 @@ class Formats(jax_ranks.TestCase):
             with self.subTest(format=row_format):
                 self.check(group, row_format, numpy.float32, 128 if row_format.scale_layout == epx.ScaleLayout.TILES else 1)
 
-    def differentiated(self, call, tokens, weights, factor, **options):
-        """What arrives, and the gradients of tokens and weights; the last array before the token but weights is what has the rows'
-        gradient."""
-
-        @jax.jit
-        @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
-        def program(tokens, weights):
-            *received, token = call(tokens, weights, epx.jax.first_token(), **options)
-            rows = received[-1] if len(received) > 2 else received[0]
-            loss = jnp.sum(rows.astype(jnp.float32) * factor) + jnp.sum(jnp.sin(received[1]))
-            return epx.jax.finish(loss, token), received
-
-        (_, received), gradients = program(tokens, weights)
-        return received, gradients
-
     def test_3_gradients(self):
-        """They are those of a dispatch without a format; rows that arrive wide are q * s."""
+        """They are those of a dispatch without a format; rows that arrive wide are q * s. One program has all calls, since compiling
+        takes the time."""
         group = self.formats_group()
         for i, row_format in enumerate(format_model.formats()):
             data = Data(DTYPES[i % 2], 3)
@@ -189,22 +175,36 @@ class Formats(jax_ranks.TestCase):
             parts = data.parts(row_format)
             on_wire = dataclasses.replace(row_format, wire_only=True)
             there = [format_model.round_trip(row_format, each.astype(numpy.float32)).astype(each.dtype) for each in data.tokens]
-            for call in self.calls(group, data)[i % 2 :]:
-                shape = (call.num_rows, HIDDEN) if isinstance(call, ByExpert) else (RANKS, MAX_ROWS, HIDDEN)
-                factor = numpy.random.default_rng(RANK).standard_normal(shape).astype(numpy.float32)
+            calls = self.calls(group, data)[i % 2 :]
+            ways = {}, dict(format=on_wire), dict(format=row_format, with_wide=True)
+            shapes = [(call.num_rows, HIDDEN) if isinstance(call, ByExpert) else (RANKS, MAX_ROWS, HIDDEN) for call in calls]
+            factors = [numpy.random.default_rng(RANK).standard_normal(shape).astype(numpy.float32) for shape in shapes]
+
+            @jax.jit
+            @functools.partial(jax.grad, has_aux=True)
+            def program(leaves):
+                token, loss, results = epx.jax.first_token(), 0.0, []
+                for (tokens, weights), (call, factor, options) in zip(leaves, cases):
+                    *received, token = call(tokens, weights, token, **options)
+                    # What comes last, but for weights, has the rows' gradient.
+                    rows = received[-1] if len(received) > 2 else received[0]
+                    loss += jnp.sum(rows.astype(jnp.float32) * factor) + jnp.sum(jnp.sin(received[1]))
+                    results.append(received)
+                return epx.jax.finish(loss, token), results
+
+            cases = [(call, factor, options) for call, factor in zip(calls, factors) for options in ways]
+            gradients, results = program([(tokens, weights)] * len(cases))
+            for j, (call, shape) in enumerate(zip(calls, shapes)):
                 with self.subTest(format=row_format, call=type(call).__name__):
-                    _, wanted = self.differentiated(call, tokens, weights, factor)
+                    wanted, *others = gradients[len(ways) * j :][: len(ways)]
+                    _, (rows, _), (received, _, wide) = results[len(ways) * j :][: len(ways)]
                     self.assertTrue(jnp.any(wanted[0] != 0) or tokens.size == 0)
-                    (rows, _), gradients = self.differentiated(call, tokens, weights, factor, format=on_wire)
+                    for each in others:
+                        jax.tree.map(numpy.testing.assert_array_equal, each, wanted)
                     self.assertEqual(rows.dtype, tokens.dtype)
                     numpy.testing.assert_array_equal(numpy.asarray(rows).reshape(-1, HIDDEN), call.wanted(there))
-                    jax.tree.map(numpy.testing.assert_array_equal, gradients, wanted)
-                    (received, _, wide), gradients = self.differentiated(
-                        call, tokens, weights, factor, format=row_format, with_wide=True
-                    )
                     self.compare(call, row_format, received, parts)
                     self.assertEqual((wide.dtype, wide.shape), (tokens.dtype, shape))
-                    jax.tree.map(numpy.testing.assert_array_equal, gradients, wanted)
 
     def test_4_weights_alone_have_gradients(self):
         sidecars = [numpy.arange(count, dtype=numpy.int32)[:, None] for count in NUM_TOKENS]
@@ -268,7 +268,64 @@ class Formats(jax_ranks.TestCase):
                     numpy.testing.assert_array_equal(found[0], wanted[0])
                     numpy.testing.assert_allclose(found[1], wanted[1], rtol=1e-5, atol=1e-5)
 
-    def test_6_shard_map_and_checkpoint(self):
+    def test_6_sums(self):
+        """What travels home is quantised, in combine and in the backward of dispatch; gradients pass straight through."""
+        data = Data(numpy.float32, 9)
+        idx, x = jnp.asarray(data.idx[RANK], jnp.int32), data.tokens[RANK]
+        exchange, rank_major = Exchange(data.idx, EXPERTS), RankMajorExchange(data.idx, EXPERTS, MAX_ROWS)
+        row_weights = exchange.scatter_weights(data.weights)
+        # A group of 8 bits has room for nothing else.
+        for max_dtype, row_format in zip(("float32", "float8_e4m3fn"), format_model.sum_formats()[1::2]):
+            group = self.formats_group(max_token_dtype=max_dtype)
+            has_rank_major = ranks.num_nodes() == 1
+            in_dispatch, there = dict(grad_format=row_format), data.tokens
+            if max_dtype != "float32":
+                in_dispatch["format"] = row_format
+                there = [format_model.round_trip(row_format, each) for each in there]
+            in_combine = dict(format=row_format, grad_format=row_format), dict(grad_format=row_format)
+
+            @jax.jit
+            @functools.partial(jax.grad, has_aux=True)
+            def program(leaves):
+                tokens, more = leaves
+                token, loss, sums = epx.jax.first_token(), 0.0, []
+
+                def combined(combine, rows, *weights):
+                    # The gradient of `more` is that of the expert_out to which it is added.
+                    nonlocal token, loss
+                    for options, each in zip(in_combine if max_dtype == "float32" else in_combine[:1], more[len(sums) :]):
+                        out, token = combine(plan, jax.lax.stop_gradient(rows) + each, *weights, token, **options)
+                        sums.append(out)
+                        loss += jnp.sum(out * x)
+
+                plan, token = epx.jax.prepare(group, idx, token)
+                rows, weights, token = epx.jax.dispatch(plan, tokens[0], data.weights[RANK], token, **in_dispatch)
+                loss += jnp.sum(rows**2) / 2  # so that rows are their gradient
+                combined(epx.jax.combine, rows, weights)
+                if has_rank_major:
+                    plan, rows, _, token = epx.jax.dispatch_rank_major(
+                        group, tokens[1], idx, None, token, max_rows=MAX_ROWS, **in_dispatch
+                    )
+                    loss += jnp.sum(rows**2) / 2
+                    combined(epx.jax.combine_rank_major, rows)
+                return epx.jax.finish(loss, token), sums
+
+            lead = [(group.max_recv_tokens_per_rank,), (RANKS, MAX_ROWS)]
+            more = [jnp.zeros((*each, HIDDEN)) for each in lead for _ in range(2 if max_dtype == "float32" else 1)]
+            (of_tokens, of_more), sums = program(([x, x], more))
+            by_expert = [exchange.partial_sums(exchange.scatter(there), weights)[RANK] for weights in (row_weights, None)]
+            by_rank = 2 * [rank_major.partial_sums(rank_major.scatter(there))[RANK]]
+            step = len(more) // 2
+            for i, partial_sums in enumerate([by_expert, by_rank][: 1 + has_rank_major]):
+                with self.subTest(format=row_format, is_rank_major=i == 1):
+                    out, grad = [format_model.sums(row_format, each) for each in partial_sums]
+                    numpy.testing.assert_array_equal(sums[step * i], out)
+                    numpy.testing.assert_array_equal(of_tokens[i], grad)
+                    if step == 2:
+                        self.assertFalse(x.size and numpy.array_equal(sums[2 * i], sums[2 * i + 1]))
+                        numpy.testing.assert_array_equal(of_more[2 * i], of_more[2 * i + 1])
+
+    def test_7_shard_map_and_checkpoint(self):
         """Rows that arrive quantised in two checkpointed layers, whose backward quantises them again."""
         mesh = jax.make_mesh((RANKS,), ("ep",), axis_types=(AxisType.Auto,))
         group = epx.jax.make_group(mesh, "ep", transport=jax_ranks.TRANSPORT, **jax_ranks.config(hidden_dim=HIDDEN))
@@ -315,7 +372,7 @@ class Formats(jax_ranks.TestCase):
         group.check()
         group.destroy()
 
-    def test_7_refusals(self):
+    def test_8_refusals(self):
         """The sentences are those of numpy arrays, but for what JAX alone has."""
         block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
         wire = dataclasses.replace(block, wire_only=True)
@@ -354,12 +411,16 @@ class Formats(jax_ranks.TestCase):
         expert_out = jnp.ones((call.num_rows, HIDDEN))
         for words, row_format in format_model.refused_on_wire("grad_format", sums=False).items():
             ranks.refused(self, words, lambda: epx.jax.combine(plan, expert_out, None, token, grad_format=row_format))
+        for words, row_format in format_model.refused_on_wire("format", sums=True).items():
+            ranks.refused(self, words, lambda: epx.jax.combine(plan, expert_out, None, token, format=row_format))
+        for words, row_format in format_model.refused_on_wire("grad_format", sums=True).items():
+            ranks.refused(self, words, lambda: dispatch(x, grad_format=row_format))
         jax.block_until_ready(token)
         # The library's own sentence.
         with self.assertRaisesRegex(Exception, "must be a multiple of 128"):
             jax.block_until_ready(dispatch(x, format=epx.RowFormat("mx", scale_layout="tiles")))
 
-    def test_8_gradients_that_do_not_fit_the_group(self):
+    def test_9_gradients_that_do_not_fit_the_group(self):
         """They are refused while the forward is traced, so no rank has made a call."""
         block, data = epx.RowFormat("block128"), Data(numpy.float32, 8)
         x, weights = jnp.asarray(data.tokens[RANK]), jnp.asarray(data.weights[RANK])

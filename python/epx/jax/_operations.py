@@ -69,7 +69,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
 
 
 def dispatch(
-    plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None, format=None, with_wide=False
+    plan, tokens, topk_weights, token, *, num_rows=None, sidecar=None, format=None, with_wide=False, grad_format=None
 ) -> tuple:
     """Brings tokens to the ranks of their experts. Collective.
 
@@ -83,6 +83,8 @@ def dispatch(
     with_wide: the same on all ranks; where wide rows arrive quantised, also returns an array [N, H] of tokens' dtype that stands
     for the rows: give it to the function with a custom_vjp that computes with them, which returns their gradient for it. Its
     elements are 0, and nothing else of rows and scales has a gradient. Without it tokens that are differentiated are refused.
+    grad_format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial
+    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire".
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); before the token, with a sidecar recv_sidecar [N, S],
     and with with_wide what stands for the rows. Rows that hold no token are zero, with their scales, but see zero_unused of
     prepare().
@@ -90,7 +92,7 @@ def dispatch(
     group = group_of(plan, Plan)
     require_token(token)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
-    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide, grad_format=grad_format)
     rows = Rows(group, tokens, plan.num_tokens, plan.top_k, topk_weights, (num_rows,), **options)
     layer = plan.top_k, plan.alignment
 
@@ -108,7 +110,7 @@ def dispatch(
         token, handle_mem = residuals
         require_cotangent_of_token("dispatch", cotangents[0])
         operands = [instantiate(cotangents[0]), token, handle_mem, *rows.cotangents(cotangents[1:])]
-        next_token, *grads = call_group("dispatch_bwd", group, layer, operands, rows.returned)
+        next_token, *grads = call_group("dispatch_bwd", group, layer, operands, rows.returned, **rows.in_backward)
         return next_token, None, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -130,6 +132,7 @@ def prepare_dispatch(
     sidecar=None,
     format=None,
     with_wide=False,
+    grad_format=None,
 ) -> tuple:
     """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
@@ -141,7 +144,7 @@ def prepare_dispatch(
     require_token(token)
     num_tokens, top_k = require_topk_idx(group, topk_idx)
     num_rows = group.max_recv_tokens_per_rank if num_rows is None else count("num_rows", num_rows)
-    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide, grad_format=grad_format)
     rows = Rows(group, tokens, num_tokens, top_k, topk_weights, (num_rows,), **options)
     layer = top_k, alignment
     planned = _planned(group, top_k, alignment)
@@ -169,7 +172,7 @@ def prepare_dispatch(
         require_cotangent_of_token("prepare_dispatch", cotangents[0])
         of_rows = rows.cotangents(cotangents[1 + len(planned) + len(slots) :])
         operands = [instantiate(cotangents[0]), token, handle_mem, *of_rows]
-        next_token, *grads = call_group("dispatch_bwd", group, layer, operands, rows.returned)
+        next_token, *grads = call_group("dispatch_bwd", group, layer, operands, rows.returned, **rows.in_backward)
         return next_token, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -180,12 +183,14 @@ def prepare_dispatch(
     return plan, *rows.received(outputs), token
 
 
-def combine(plan, expert_out, recv_weights, token, *, grad_format=None) -> tuple[jax.Array, jax.Array]:
+def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=None) -> tuple[jax.Array, jax.Array]:
     """Brings the experts' outputs back. Collective.
 
     expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None on all
-    ranks: all 1.  grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out
-    travels in the backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
+    ranks: all 1.  format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks'
+    partial sums travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
+    grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
+    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
     """
     group = group_of(plan, Plan)
@@ -197,13 +202,14 @@ def combine(plan, expert_out, recv_weights, token, *, grad_format=None) -> tuple
         require_array("recv_weights", recv_weights, (num_rows,), (jnp.float32,))
         weights = [recv_weights]
     layer = plan.top_k, plan.alignment
-    attributes = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
+    in_forward = attributes_of_format(*on_wire("format", format, group, sums=True))
+    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
     combined = [struct((plan.num_tokens, hidden), expert_out.dtype)]
     returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
     @jax.custom_vjp
     def run(token, handle_mem, offsets, expert_out, *weights):
-        return tuple(call_group("combine", group, layer, [token, handle_mem, expert_out, *weights], combined))
+        return tuple(call_group("combine", group, layer, [token, handle_mem, expert_out, *weights], combined, **in_forward))
 
     def forward(token, handle_mem, offsets, expert_out, *weights):
         values = values_of([token, handle_mem, offsets, expert_out, *weights])
@@ -215,7 +221,7 @@ def combine(plan, expert_out, recv_weights, token, *, grad_format=None) -> tuple
         require_cotangent_of_token("combine", cotangents[0])
         next_token, grad_out = map(instantiate, cotangents)
         operands = [next_token, token, handle_mem, grad_out, *weights_and_rows]
-        next_token, *grads = call_group("combine_bwd", group, layer, operands, returned, **attributes)
+        next_token, *grads = call_group("combine_bwd", group, layer, operands, returned, **in_backward)
         in_use = rows_in_use(plan.zero_unused, num_rows, offsets)
         return next_token, None, None, *[grad if in_use is None else where_in_use(in_use, grad) for grad in grads]
 

@@ -30,13 +30,14 @@ def dispatch_rank_major(
     zero_unused=True,
     format=None,
     with_wide=False,
+    grad_format=None,
 ) -> tuple:
     """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare. Collective.
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
     float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, with_wide: as in dispatch(); format
-    too, without scales in tiles.  zero_unused: as in prepare().
+    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, with_wide, grad_format: as in
+    dispatch(); format too, without scales in tiles.  zero_unused: as in prepare().
     Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); before the token, with a
     sidecar recv_sidecar [P, M, S], and with with_wide what stands for the rows. Scales by rows are [P, M, S], and row_scales
     [P, M]. Rows that hold no token are zero, with their scales. Row i of source rank r is r's i-th token that has an expert on
@@ -55,7 +56,7 @@ def dispatch_rank_major(
             f"max_rows is {max_rows}: P * min(max_rows, max_tokens_per_rank) * K is {staged}; it must be "
             f"at most the group's max_recv_tokens_per_rank, {group.max_recv_tokens_per_rank}"
         )
-    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide)
+    options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide, grad_format=grad_format)
     rows = Rows(group, tokens, num_tokens, top_k, topk_weights, (group.num_ranks, max_rows), **options)
     layer = top_k, 1
     planned = [
@@ -83,7 +84,7 @@ def dispatch_rank_major(
         token, handle_mem = residuals
         require_cotangent_of_token("dispatch_rank_major", cotangents[0])
         operands = [instantiate(cotangents[0]), token, handle_mem, *rows.cotangents(cotangents[4:])]
-        next_token, *grads = call_group("dispatch_rank_major_bwd", group, layer, operands, rows.returned)
+        next_token, *grads = call_group("dispatch_rank_major_bwd", group, layer, operands, rows.returned, **rows.in_backward)
         return next_token, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
@@ -92,10 +93,11 @@ def dispatch_rank_major(
     return plan, *rows.received(outputs), token
 
 
-def combine_rank_major(plan, expert_out, token, *, grad_format=None) -> tuple[jax.Array, jax.Array]:
+def combine_rank_major(plan, expert_out, token, *, format=None, grad_format=None) -> tuple[jax.Array, jax.Array]:
     """Brings back the sums of the experts' outputs. Collective; not in a group of combine_precision "exact".
 
-    expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  grad_format: as in combine().
+    expert_out: [P, M, H], for each row the sum over its routes of weight * the expert's output.  format, grad_format: as in
+    combine().
     Returns (out [T, H], token): out is the sum of a token's rows over the ranks; zero for a token without routes.
     """
     group = group_of(plan, RankMajorPlan)
@@ -104,13 +106,14 @@ def combine_rank_major(plan, expert_out, token, *, grad_format=None) -> tuple[ja
     rows = group.num_ranks, plan.max_rows
     require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
-    attributes = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
+    in_forward = attributes_of_format(*on_wire("format", format, group, sums=True))
+    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
     combined = [struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
     returned = [struct(expert_out.shape, expert_out.dtype)]
 
     @jax.custom_vjp
     def run(token, handle_mem, counts, expert_out):
-        return tuple(call_group("combine_rank_major", group, layer, [token, handle_mem, expert_out], combined))
+        return tuple(call_group("combine_rank_major", group, layer, [token, handle_mem, expert_out], combined, **in_forward))
 
     def forward(*arguments):
         values = values_of(arguments)
@@ -121,7 +124,7 @@ def combine_rank_major(plan, expert_out, token, *, grad_format=None) -> tuple[ja
         require_cotangent_of_token("combine_rank_major", cotangents[0])
         next_token, grad_out = map(instantiate, cotangents)
         operands = [next_token, token, handle_mem, grad_out]
-        next_token, grad = call_group("combine_rank_major_bwd", group, layer, operands, returned, **attributes)
+        next_token, grad = call_group("combine_rank_major_bwd", group, layer, operands, returned, **in_backward)
         if plan.zero_unused:
             grad = where_in_use(holds_token_mask(plan.max_rows, counts), grad)
         return next_token, None, None, grad

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from .._formats import ZEROS_DTYPE, parts_of_tokens, require_room_for_gradients
+from .._formats import ZEROS_DTYPE, on_wire, parts_of_tokens, require_room_for_gradients
 from .._structs import ScaleLayout
 from .._values import refuse, refuse_dtype, refuse_kind, require_shape, require_sidecar
 
@@ -94,10 +94,11 @@ class Rows:
 
     tokens: an array [T, H], or a tuple of quantised rows and their scales.  lead: (N,) or (P, M).
     `operands` are those that the call takes behind its plan, tokens and what is optional; `results` are the shapes and dtypes of
-    what it returns of rows, and `attributes` tell its handler of both. `returned` are those of what its backward returns.
+    what it returns of rows, and `attributes` tell its handler of both. `returned` are those of what its backward returns, and
+    `in_backward` tells that one's handler of grad_format.
     """
 
-    def __init__(self, group, tokens, num_tokens, top_k, topk_weights, lead, *, sidecar, row_format, with_wide):
+    def __init__(self, group, tokens, num_tokens, top_k, topk_weights, lead, *, sidecar, row_format, with_wide, grad_format):
         parts = parts_of_tokens(tokens, row_format, with_wide=with_wide)
         rows, *scales = parts
         self._format, self._lead, self._with_wide = row_format, lead, with_wide
@@ -129,6 +130,8 @@ class Rows:
             optional_results=_present(results[1:]),
             **attributes_of_format(*in_format),
         )
+        self._has_grad_format = grad_format is not None
+        self.in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=True))
         gradient = struct(rows.shape, rows.dtype) if self._has_gradient else struct((num_tokens, 1), ZEROS_DTYPE)
         self.returned = [gradient] + [struct((num_tokens, top_k), jnp.float32)] * self._has_weights
 
@@ -188,7 +191,7 @@ class Rows:
                 "arrive: give with_wide=True, and use the array that it returns for the rows' gradient; or give "
                 "jax.lax.stop_gradient(tokens)"
             )
-        if self._format is not None:
+        if self._format is not None and not self._has_grad_format:
             require_room_for_gradients(self._max_dtype, self._dtype if self._has_gradient else None)
 
     def cotangents(self, cotangents):
