@@ -10,10 +10,11 @@ import dataclasses
 import numpy
 
 from . import _moe_structs
+from ._formats import require_wire_only
 from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
 from ._moe_structs import PARAMS, Activation, Score, Weighting
 from ._tensors import dtype_code, output, tensor
-from ._values import integer, member, refuse, refuse_destroyed, set_fields
+from ._values import integer, member, refuse, refuse_destroyed, require_kind, set_fields
 from .errors import raise_call_failed, raise_if_failed
 
 _NUM_FLIGHT_INFO = 3
@@ -69,6 +70,20 @@ class Ffn:
         return config
 
 
+def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_format, **fields):
+    """An epx_moe_block_config. dtype: its code.  fields: others of it, integers."""
+    require_kind("router", router, Router)
+    require_kind("ffn", ffn, Ffn)
+    config = _moe_structs.BlockConfig()
+    raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
+    config.router, config.ffn = ctypes.pointer(router.to_c(num_experts)), ctypes.pointer(ffn.to_c())
+    if dispatch_format is not None:
+        require_wire_only("dispatch_format", dispatch_format)
+        config.dispatch_format = ctypes.pointer(dispatch_format.to_c())
+    set_fields(config, dtype=dtype, weighting=member(Weighting, weighting, "weighting"), **fields)
+    return config
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Output:
     """What a forward returns. out: [T, H].  topk_idx: [T, K] int32, -1 where masked.  topk_weights: [T, K].  global_counts: [P,
@@ -100,7 +115,9 @@ class Block(Unique):
     group: on the host transport, or None for a layer whose experts are all on this rank, with num_experts E.
     dtype: "float32"; without a group also "float64".  weighting: "late" or "early".  max_in_flight: forwards whose backward is
     still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead of keeping
-    them. max_tokens_per_rank: the largest T, without a group.
+    them. max_tokens_per_rank: the largest T, without a group.  dispatch_format: an epx.RowFormat with wire_only, in which the
+    forward's rows travel to their experts, also where these are on the same rank. Gradients pass straight through. dtype is then
+    float32.
 
     Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody
     refers to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the
@@ -120,6 +137,7 @@ class Block(Unique):
         max_in_flight=1,
         max_tokens_per_rank=0,
         recompute=False,
+        dispatch_format=None,
     ):
         if group is not None:
             group.require_host()
@@ -130,14 +148,13 @@ class Block(Unique):
         self._num_ranks = 1 if group is None else group.num_ranks
         self._router, self._ffn = router, ffn
         self._dtype = numpy.dtype(dtype)
-        router_config, ffn_config = router.to_c(self._num_experts), ffn.to_c()
-        config = _moe_structs.BlockConfig()
-        raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
-        config.router, config.ffn = ctypes.pointer(router_config), ctypes.pointer(ffn_config)
-        config.dtype = dtype_code(self._dtype)
-        set_fields(
-            config,
-            weighting=member(Weighting, weighting, "weighting"),
+        config = make_block_config(
+            self._num_experts,
+            router,
+            ffn,
+            dtype_code(self._dtype),
+            weighting,
+            dispatch_format,
             alignment=alignment,
             max_in_flight=max_in_flight,
             max_tokens_per_rank=max_tokens_per_rank,

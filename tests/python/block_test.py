@@ -8,6 +8,7 @@ import unittest
 import ranks
 
 ranks.require("numpy")
+import format_model
 import numpy
 
 import epx
@@ -174,6 +175,48 @@ class Blocks(unittest.TestCase):
                 params = {name: numpy.zeros(shape) for name, shape in block.params_shapes.items()}
                 output = block.forward(numpy.zeros((1, HIDDEN)), logits, params)
             numpy.testing.assert_array_equal(output.topk_idx, [experts])
+
+
+    def test_6_dispatch_format(self):
+        """The bits are those of tokens that were quantised and dequantised before, forward and backward, with a group and
+        without."""
+        with ranks.directory_bootstrap("block-format") as bootstrap:
+            sizes = dict(num_experts=EXPERTS, max_tokens_per_rank=8, hidden_dim=HIDDEN, max_top_k=TOP_K, max_token_dtype="float32")
+            group = epx.Group(bootstrap, transport="host", timeout=ranks.TIMEOUT_SECONDS, **sizes)
+        with group:
+            first, count = group.first_local_expert, group.num_local_experts
+            data = Data([0 if RANKS > 1 and rank == RANKS - 1 else 3 + rank for rank in range(RANKS)])
+            tokens, logits, grad_out = [
+                each[RANK].astype(numpy.float32) for each in (data.tokens, data.logits, data.grad_out)
+            ]
+            for row_format in format_model.formats(wire_only=True)[:-1]:  # the last has an encode_scale
+                there = format_model.round_trip(row_format, tokens)
+                self.assertFalse(tokens.size and numpy.array_equal(there, tokens))
+                for mine, where in (
+                    (slice(first, first + count), dict(group=group)),
+                    (slice(None), dict(group=None, num_experts=EXPERTS, max_tokens_per_rank=8)),
+                ):
+                    params = {"gate_up_weight": data.gate_up[mine], "down_weight": data.down[mine]}
+                    params = {name: each.astype(numpy.float32) for name, each in params.items()}
+                    found = []
+                    for given, options in ((tokens, dict(dispatch_format=row_format)), (there, {})):
+                        with epx.moe.Block(**where, **config(), **options) as block:
+                            out = block.forward(given, logits, params).out
+                            found.append((out, *block.backward(grad_out, params)))
+                    with self.subTest(format=row_format, **where):
+                        for one, other in zip(*[(*each[:3], *each[3].values()) for each in found]):
+                            numpy.testing.assert_array_equal(one, other)
+            for words, row_format in format_model.refused_on_wire("dispatch_format", sums=False).items():
+                ranks.refused(self, words, lambda: epx.moe.Block(group, **config(), dispatch_format=row_format))
+            nv = epx.RowFormat("nv", wire_only=True)
+            local = dict(num_experts=EXPERTS, max_tokens_per_rank=8, dispatch_format=nv)
+            for words, changes in {
+                "dtype is float64; with a dispatch_format it must be": dict(dtype="float64"),
+                "H is 7; with scaling nv it must be even": dict(ffn=epx.moe.Ffn(7, FFN)),
+                "router is int; this call takes epx.moe.Router": dict(router=2),
+            }.items():
+                ranks.refused(self, words, lambda: epx.moe.Block(None, **{**config(), **local, **changes}))
+            group.check()
 
 
 if __name__ == "__main__":

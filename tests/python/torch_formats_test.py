@@ -18,6 +18,7 @@ from format_model import HIDDEN
 from torch_model import DEVICE, EXPERTS, RANK, RANKS, Graphs, compiled, count_calls, gradients, on_device
 
 import epx
+import epx.moe
 import epx.torch
 
 NUM_TOKENS = [0 if RANKS > 1 and rank == RANKS - 1 else 4 + 3 * rank for rank in range(RANKS)]
@@ -413,6 +414,31 @@ class Formats(unittest.TestCase):
             _, row_weights = epx.torch.dispatch(plan, given, leaf, grad_format=wire)
             (grad,) = torch.autograd.grad(row_weights, [leaf], torch.ones_like(row_weights))
             self.assertTrue(torch.equal(grad, (idx >= 0).float()))
+            group.check()
+
+
+class Layer(unittest.TestCase):
+    def test_dispatch_format(self):
+        """The bits are those of tokens that were quantised and dequantised before, forward and backward."""
+        with make_group() as group:
+            data = Data(torch.float32, 12)
+            _, tokens, _ = data.own
+            logits = on_device(torch.randn(len(tokens), EXPERTS, generator=torch.Generator().manual_seed(RANK)))
+            config = dict(router=epx.moe.Router(2), ffn=epx.moe.Ffn(HIDDEN, 16))
+            for row_format in (epx.RowFormat("block128", amax_floor=0.5, wire_only=True), epx.RowFormat("nv", wire_only=True)):
+                there = on_device(torch.tensor(format_model.round_trip(row_format, data.tokens[RANK])))
+                found = []
+                for given, options in ((tokens, dict(dispatch_format=row_format)), (there, {})):
+                    layer = epx.torch.MoELayer(group, **config, **options)
+                    leaves = [given.detach().requires_grad_(), logits.detach().requires_grad_(), *layer.expert_parameters()]
+                    out = layer(leaves[0], logits=leaves[1])
+                    found.append((out, *torch.autograd.grad(out, leaves, tokens.detach())))
+                    layer.destroy()
+                with self.subTest(format=row_format):
+                    self.assertFalse(len(tokens) and torch.equal(tokens, there))
+                    torch.testing.assert_close(*found, rtol=0, atol=0)
+            for words, row_format in format_model.refused_on_wire("dispatch_format", sums=False).items():
+                ranks.refused(self, words, lambda: epx.torch.MoELayer(group, **config, dispatch_format=row_format))
             group.check()
 
 

@@ -10,12 +10,12 @@ import math
 import torch
 
 from .. import _moe_structs
+from .._formats import RowFormat
 from .._lifetime import LocalMemory, destroy_abandoned, finalize
-from .._moe_structs import Weighting
 from .._structs import DTYPES, Status
-from .._values import member, refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
+from .._values import refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
-from ..moe import Ffn, Router
+from ..moe import Ffn, Router, make_block_config
 from ._derivatives import differentiable_once
 from ._group import Group, OutOfMemoryError, call, require_usable
 from ._library import layers, lib, new_tensor, ops
@@ -100,26 +100,12 @@ class _Block(torch.autograd.Function):
         return None, None, None, None, grad_tokens, grad_logits, *grads
 
 
-class _BlockConfig:
-    """An epx_moe_block_config, with what it points to."""
-
-    def __init__(self, group, router, ffn, dtype, weighting, alignment, recompute):
-        require_kind("group", group, Group)
-        require_kind("router", router, Router)
-        require_kind("ffn", ffn, Ffn)
-        if dtype not in _DTYPES:
-            refuse_dtype("dtype", dtype, _DTYPES)
-        self._router, self._ffn = router.to_c(group.num_experts), ffn.to_c()
-        self.struct = _moe_structs.BlockConfig()
-        raise_if_failed(_moe_structs.epx_moe_block_config_init(self.struct, ctypes.sizeof(self.struct)))
-        self.struct.router, self.struct.ffn = ctypes.pointer(self._router), ctypes.pointer(self._ffn)
-        set_fields(
-            self.struct,
-            dtype=DTYPES[_DTYPES[dtype]],
-            weighting=member(Weighting, weighting, "weighting"),
-            alignment=alignment,
-            recompute=bool(recompute),
-        )
+def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, dispatch_format=None):
+    require_kind("group", group, Group)
+    if dtype not in _DTYPES:
+        refuse_dtype("dtype", dtype, _DTYPES)
+    fields = dict(alignment=alignment, recompute=bool(recompute))
+    return make_block_config(group.num_experts, router, ffn, DTYPES[_DTYPES[dtype]], weighting, dispatch_format, **fields)
 
 
 def _call_on_device(group, function, *args):
@@ -171,10 +157,10 @@ class Arena:
         recompute: bool = False,
     ):
         self.group = group
-        block = _BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute)
+        block = _make_config(group, router, ffn, dtype, weighting, alignment, recompute)
         config = _moe_structs.ArenaConfig()
         raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
-        config.block = ctypes.pointer(block.struct)
+        config.block = ctypes.pointer(block)
         set_fields(config, num_flights=num_flights, max_rows=max_rows)
         destroy_abandoned()
         arena = _moe_structs.ARENA()
@@ -228,7 +214,9 @@ class MoELayer(torch.nn.Module):
     (DeepSeek-V3), a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.
     weighting: "late" or "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to
     come; a checkpointed forward is none.  arena: an Arena that it shares with other layers, instead of max_in_flight flights of
-    its own.  recompute: the backward computes the FFN's activations again.  reduce_gradients: "mean" or "none", see below.
+    its own.  recompute: the backward computes the FFN's activations again.  dispatch_format: an epx.RowFormat with wire_only, in
+    which the forward's tokens travel to their experts, also where these are on the same rank; gradients pass straight through.
+    reduce_gradients: "mean" or "none", see below.
     seed: experts and router are drawn from it alone, so all ranks have the same router, and the experts do not depend on the
     number of ranks; with None all parameters are 0.
 
@@ -261,6 +249,7 @@ class MoELayer(torch.nn.Module):
         max_in_flight: int = 1,
         arena: Arena | None = None,
         recompute: bool = False,
+        dispatch_format: RowFormat | None = None,
         reduce_gradients: str = "mean",
         seed: int | None = 0,
     ):
@@ -269,9 +258,10 @@ class MoELayer(torch.nn.Module):
             refuse_choice("reduce_gradients", reduce_gradients, ("mean", "none"))
         self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
-        config = _BlockConfig(group, router, ffn, dtype, weighting, alignment, recompute)  # which refuses what is no group
+        # Which refuses what is no group.
+        config = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, dispatch_format)
         self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
-        self._create(config.struct, arena, max_in_flight)
+        self._create(config, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
         first = 2 * inner if ffn.activation == "swiglu" else inner
 
