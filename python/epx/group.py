@@ -249,8 +249,8 @@ class Group(GroupBase):
         """Brings the experts' outputs back. Collective.
 
         expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
-        out: [T, H] of the same dtype to be written.  format: a RowFormat of "block128" or "mx" with wire_only, or None on all ranks:
-        the one in which the ranks' partial sums travel; it needs combine_precision "wire".
+        out: [T, H] of the same dtype to be written.  format: a RowFormat of "block128" or "mx" with wire_only, or None on all
+        ranks: the one in which the ranks' partial sums travel; it needs combine_precision "wire".
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self.require_host()

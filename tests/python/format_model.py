@@ -110,8 +110,8 @@ def refused_on_wire(name, sums):
 
 
 def refused_gradients(tokens, quantised):
-    """Dispatches of `tokens`, which are float32, or of the same rows quantised with BLOCK128, whose backward sends rows that the group
-    has no room for. Yields the group's max_token_dtype, the words of the sentence, what is dispatched, and the options."""
+    """Dispatches of `tokens`, which are float32, or of the same rows quantised with BLOCK128, whose backward sends rows that the
+    group has no room for. Yields the group's max_token_dtype, the words of the sentence, what is dispatched, and the options."""
     block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
     of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
     of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"

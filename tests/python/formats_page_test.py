@@ -30,7 +30,9 @@ def run_numpy(program):
         for received in ((names["rows"], names["scales"]), names["again"]):
             numpy.testing.assert_array_equal(received[0].view(numpy.uint8), codes)
             numpy.testing.assert_array_equal(received[1], scales)
-        numpy.testing.assert_array_equal(names["wide"], format_model.round_trip(names["on_wire"], TOKENS))
+        wide = format_model.round_trip(names["on_wire"], TOKENS)
+        numpy.testing.assert_array_equal(names["wide"], wide)
+        numpy.testing.assert_array_equal(names["out"], format_model.round_trip(names["of_sums"], wide))
         group.check()
 
 
@@ -39,6 +41,7 @@ def run_torch(program):
     import format_model
     import torch
 
+    import epx.moe
     import epx.torch
 
     class Experts(torch.autograd.Function):  # which are the identity, of dequantised rows
@@ -53,13 +56,23 @@ def run_torch(program):
     tokens = torch.tensor(TOKENS, requires_grad=True)
     with epx.torch.Group(epx.bootstrap.local(), device="cpu", **CONFIG) as group:
         plan = epx.torch.prepare(group, torch.arange(4)[:, None])
-        names = dict(epx=epx, plan=plan, tokens=tokens, topk_weights=torch.ones(4, 1), Experts=Experts)
+        names = dict(epx=epx, group=group, plan=plan, tokens=tokens, topk_weights=torch.ones(4, 1), Experts=Experts)
         exec(program, names)
+
+        def there(name, rows):
+            return torch.tensor(format_model.round_trip(names[name], rows.detach().numpy()))
+
         for name, key, factor in (("out", "block128", 3), ("rows", "on_wire", 1)):
-            wanted = format_model.round_trip(names[key], TOKENS)
-            torch.testing.assert_close(names[name].detach(), torch.tensor(wanted), rtol=0, atol=0)
+            torch.testing.assert_close(names[name].detach(), there(key, tokens), rtol=0, atol=0)
             (grad,) = torch.autograd.grad(names[name].sum(), [tokens])
             torch.testing.assert_close(grad, torch.full_like(grad, factor), rtol=0, atol=0)
+        torch.testing.assert_close(names["summed"].detach(), there("home", there("on_wire", tokens)), rtol=0, atol=0)
+        (grad,) = torch.autograd.grad(names["summed"], [tokens], tokens.detach())
+        torch.testing.assert_close(grad, there("home", there("home", tokens)), rtol=0, atol=0)
+        layer = names["layer"]
+        plain = epx.torch.MoELayer(group, router=layer.router, ffn=layer.ffn)
+        logits = torch.nn.functional.linear(tokens, layer.gate_weight)
+        torch.testing.assert_close(names["layer_out"], plain(there("on_wire", tokens), logits=logits), rtol=0, atol=0)
         group.check()
 
 
@@ -81,8 +94,12 @@ def run_jax(program):
         names = dict(epx=epx, jnp=jnp, group=group, topk_idx=topk_idx, experts=experts)
         exec(program, names)
         value, grad = jax.value_and_grad(names["loss"])(jnp.asarray(TOKENS), topk_weights)
-        numpy.testing.assert_allclose(value, format_model.round_trip(names["block128"], TOKENS).sum(), rtol=1e-5)
-        numpy.testing.assert_array_equal(grad, numpy.full_like(TOKENS, 3))
+
+        def home(rows):
+            return format_model.round_trip(names["home"], rows)
+
+        numpy.testing.assert_allclose(value, home(format_model.round_trip(names["block128"], TOKENS)).sum(), rtol=1e-5)
+        numpy.testing.assert_array_equal(grad, home(3 * home(numpy.ones_like(TOKENS))))
         group.check()
 
 

@@ -242,7 +242,8 @@ class Formats(unittest.TestCase):
         with make_group(combine_precision="exact") as group:
             plan = group.prepare(data.idx[RANK])
             words = "format is given, and the group's combine_precision is exact; it must be wire"
-            ranks.refused(self, words, lambda: group.combine(plan, numpy.ones((plan.num_rows, 4), numpy.float32), format=row_format))
+            rows = numpy.ones((plan.num_rows, 4), numpy.float32)
+            ranks.refused(self, words, lambda: group.combine(plan, rows, format=row_format))
 
     def test_7_without_a_format_rows_of_8_bits_are_copied(self):
         with make_group(max_token_dtype="float8_e4m3fn") as group:

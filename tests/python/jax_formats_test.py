@@ -166,8 +166,8 @@ class Formats(jax_ranks.TestCase):
                 self.check(group, row_format, numpy.float32, 128 if row_format.scale_layout == epx.ScaleLayout.TILES else 1)
 
     def test_3_gradients(self):
-        """They are those of a dispatch without a format; rows that arrive wide are q * s. One program has all calls, since compiling
-        takes the time."""
+        """They are those of a dispatch without a format; rows that arrive wide are q * s. One program has all calls, since
+        compiling takes the time."""
         group = self.formats_group()
         for i, row_format in enumerate(format_model.formats()):
             data = Data(DTYPES[i % 2], 3)

@@ -187,8 +187,8 @@ def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=N
     """Brings the experts' outputs back. Collective.
 
     expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None on all
-    ranks: all 1.  format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks'
-    partial sums travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
+    ranks: all 1.  format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the
+    ranks' partial sums travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
     grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
     backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
