@@ -14,7 +14,7 @@ from ._values import member, name_of, number, refuse, refuse_choice, refuse_kind
 from .errors import UnsupportedError, raise_if_failed
 
 _FLOAT32, _E8M0, _E4M3, _E5M2, _E2M1 = "float32", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
-ELEMENTS = _E4M3, _E5M2, _E2M1  # rows of a group's max_token_dtype have room for formats of it and of those behind it
+ELEMENTS = _E4M3, _E5M2, _E2M1
 _SCALES = _FLOAT32, _E8M0, _E4M3
 
 
@@ -267,7 +267,7 @@ def on_wire(name, row_format, group, *, sums):
     if sums and precision != CombinePrecision.WIRE:
         precision = precision.name.lower()
         refuse(f"{name} is given, and the group's combine_precision is {precision}; it must be wire for quantised sums")
-    if max_dtype in ELEMENTS and ELEMENTS.index(row_format.dtype) < ELEMENTS.index(max_dtype):
+    if max_dtype == _E2M1 and row_format.dtype != _E2M1:  # all others have room for all formats
         refuse(f"{name} has dtype {row_format.dtype}, and the group's max_token_dtype {max_dtype} has no room for it")
     if group.transport == Transport.NCCL and group.ranks_per_node != group.num_ranks:
         num_nodes = group.num_ranks // group.ranks_per_node

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import types
 import unittest
 import unittest.mock
 
@@ -19,6 +20,7 @@ import reference
 from format_model import HIDDEN, bits
 
 import epx
+from epx import _formats
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, TOP_K = 5, 3
@@ -48,6 +50,14 @@ def both_ways(row_format, data, parts):
     yield data.tokens[RANK]
     if row_format.encode_scale is None:
         yield quantised_by_caller(row_format, [part[RANK] for part in parts])
+
+
+def is_taken(call):
+    try:
+        call()
+    except epx.InvalidArgumentError:
+        return False
+    return True
 
 
 class Formats(unittest.TestCase):
@@ -380,13 +390,6 @@ class Fields(unittest.TestCase):
         with epx.Group(epx.bootstrap.local(), transport="host", **config) as group:
             plan = group.prepare(numpy.zeros((1, 1), numpy.int32))
 
-            def is_taken(call):
-                try:
-                    call()
-                except epx.InvalidArgumentError:
-                    return False
-                return True
-
             for scaling in epx.Scaling:
                 for dtype, scale_dtype, floor in itertools.product(
                     ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
@@ -400,6 +403,38 @@ class Fields(unittest.TestCase):
                     with self.subTest(scaling=scaling, **fields):
                         found = is_taken(lambda: epx.RowFormat(scaling, **{**fields, "amax_floor": floor}))
                         self.assertEqual(found, is_taken(lambda: group.dispatch(plan, tokens, format=forced)))
+
+    def test_3_room_of_groups(self):
+        """A format of a backward is refused where the library refuses the backward."""
+        config = dict(num_experts=1, max_tokens_per_rank=1, hidden_dim=256, max_top_k=1)
+        for max_dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"):
+            with epx.Group(epx.bootstrap.local(), transport="host", max_token_dtype=max_dtype, **config) as group:
+                plan = group.prepare(numpy.zeros((1, 1), numpy.int32))
+                for row_format in format_model.formats(wire_only=True)[:-1]:  # the last has an encode_scale
+
+                    def check():
+                        _formats.on_wire("grad_format", row_format, group, sums=False)
+
+                    def backward():
+                        group.combine_bwd(plan, numpy.ones((1, 256), numpy.float32), num_rows=1, format=row_format)
+
+                    with self.subTest(max_dtype=max_dtype, format=row_format):
+                        self.assertEqual(is_taken(check), is_taken(backward))
+
+    def test_4_nodes_of_gpus(self):
+        """What groups of several nodes refuse, without one."""
+        group = types.SimpleNamespace(
+            num_ranks=4, ranks_per_node=2, transport=epx.Transport.NCCL, max_token_dtype="bfloat16",
+            combine_precision=epx.CombinePrecision.WIRE,
+        )
+        wire = epx.RowFormat("mx", wire_only=True)
+        with self.assertRaisesRegex(epx.UnsupportedError, "grad_format is given, and the group has 2 nodes"):
+            _formats.on_wire("grad_format", wire, group, sums=True)
+        group.ranks_per_node = 4
+        self.assertEqual(_formats.on_wire("grad_format", wire, group, sums=True), (list(wire.codes), 0.0))
+        group.combine_precision = epx.CombinePrecision.NODE
+        words = "the group's combine_precision is node; it must be wire"
+        ranks.refused(self, words, lambda: _formats.on_wire("grad_format", wire, group, sums=True))
 
 
 if __name__ == "__main__":
