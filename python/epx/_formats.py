@@ -39,14 +39,14 @@ _WIDE_BYTES = {_FLOAT32: 4, "float16": 2, "bfloat16": 2}
 ZEROS_DTYPE = "float16"  # of the column that stands for rows without a gradient, in the backward of a dispatch
 
 
-def _dtype_name(dtype):
+def dtype_name(dtype):
     """The name of a dtype of numpy, JAX or PyTorch, which has float4_e2m1fn_x2."""
     text = numpy.dtype(dtype).name if isinstance(dtype, (type, numpy.dtype)) else str(dtype)
     return text.removeprefix("torch.").removesuffix("_x2")
 
 
 def _one_of(names, name, dtype):
-    text = _dtype_name(dtype)
+    text = dtype_name(dtype)
     if text not in names:
         refuse_choice(name, text, names)
     return text
@@ -225,15 +225,15 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
         refuse("with_wide is True; it is for a format that quantises wide rows, which arrive quantised")
     if row_format is None:
         return parts
-    if len(parts) == 1 and _dtype_name(getattr(tokens, "dtype", None)) in ELEMENTS:
-        refuse(f"{name} is {tokens.dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
+    if len(parts) == 1 and (dtype := dtype_name(getattr(tokens, "dtype", None))) in ELEMENTS:
+        refuse(f"{name} is {dtype} without scales; with a format quantised rows are a tuple (rows, scales)")
     return parts
 
 
 def require_room_for_gradients(max_token_dtype, tokens_dtype):
     """Refuses a dispatch whose backward, which has no format, sends rows that are wider than the group's. tokens_dtype: None where
     rows have no gradient, so that a column of zeros travels with those of the weights."""
-    name = ZEROS_DTYPE if tokens_dtype is None else _dtype_name(tokens_dtype)
+    name = ZEROS_DTYPE if tokens_dtype is None else dtype_name(tokens_dtype)
     if _WIDE_BYTES.get(name, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
         return
     if tokens_dtype is None:

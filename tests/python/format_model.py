@@ -93,6 +93,35 @@ def sums(row_format, partial_sums):
     return out
 
 
+def refused_by_dispatch(wide, codes, scales, half_scales, two, first_columns):
+    """What a dispatch refuses on all kinds of arrays. wide: [T, H] float32.  codes, scales: such rows quantised with BLOCK128.
+    half_scales: scales in float16.  two: an array of two float32.  first_columns: a function that returns those of an array.
+    Yields the words of the sentence, tokens, and the options."""
+    block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
+    wire, nv_wire = epx.RowFormat("block128", wire_only=True), epx.RowFormat("nv", wire_only=True)
+    quantised = codes, scales
+    yield "format is str; this call takes epx.RowFormat", wide, dict(format="mx")
+    yield "tokens is a tuple; this call takes an array, since it has no format", quantised, {}
+    yield "tokens is a tuple; this call takes an array, since with wire_only rows are wide", quantised, dict(format=wire)
+    yield "tokens is float8_e4m3fn without scales", codes, dict(format=block)
+    words = "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)"
+    yield words, quantised, dict(format=nv)
+    yield "tokens is float32; it must be float8_e4m3fn", (wide, scales), dict(format=block)
+    yield "scales has shape", (codes, first_columns(scales, 1)), dict(format=block)
+    yield "scales is float16; it must be float32", (codes, half_scales), dict(format=block)
+    yield "rows have H = 33; it must be even", first_columns(wide, 33), dict(format=nv)
+    yield "rows have H = 35; it must be even", first_columns(wide, 35), dict(format=nv_wire)
+    yield "encode_scale has shape [2]", wide, dict(format=epx.RowFormat("nv", encode_scale=two))
+
+
+def refused_with_wide(wide):
+    """Likewise where gradients are those of a framework."""
+    block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
+    yield "with_wide is int; this call takes bool", wide, dict(format=block, with_wide=1)
+    yield "with_wide is True; it is for a format that quantises wide rows", wide, dict(with_wide=True)
+    yield "with_wide is True; it is for a format that quantises wide rows", wide, dict(format=wire, with_wide=True)
+
+
 def refused_on_wire(name, sums):
     """What a call refuses that takes a format for the wire alone as argument `name`, by the words of the sentence. sums: whether it
     adds rows up."""

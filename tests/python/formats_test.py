@@ -288,26 +288,11 @@ class Formats(unittest.TestCase):
                     "mx", wire_only=True, scale_layout="columns"
                 ),
                 "encode_scale is given; with scaling mx it must be None": lambda: epx.RowFormat("mx", encode_scale=numpy.ones(1)),
-                "format is str; this call takes epx.RowFormat": lambda: group.dispatch(plan, x, format="mx"),
-                "tokens is a tuple; this call takes an array, since it has no format": lambda: group.dispatch(plan, (codes, scales)),
-                "tokens is a tuple; this call takes an array, since with wire_only rows are wide": lambda: group.dispatch(
-                    plan, (codes, scales), format=wire
-                ),
-                "tokens is float8_e4m3fn without scales": lambda: group.dispatch(plan, codes, format=block),
-                "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)": lambda: group.dispatch(
-                    plan, (codes, scales), format=nv
-                ),
                 "tokens is float8_e4m3fn; it must be uint8": lambda: group.dispatch(
                     plan, (codes, scales, scales[:, 0].copy()), format=nv
                 ),
                 "tokens is float4_e2m1fn, whose arrays have one element to a byte": lambda: group.dispatch(
                     plan, x.astype(ml_dtypes.float4_e2m1fn)
-                ),
-                "scales has shape": lambda: group.dispatch(plan, (codes, scales[:, :1].copy()), format=block),
-                "scales is float64; it must be float32": lambda: group.dispatch(plan, (codes, scales.astype(float)), format=block),
-                "rows have H = 33; it must be even": lambda: group.dispatch(plan, x[:, :33].copy(), format=nv),
-                "rows have H = 35; it must be even": lambda: group.dispatch(
-                    plan, x[:, :35].copy(), format=dataclasses.replace(nv, wire_only=True)
                 ),
                 "recv_tokens is numpy.ndarray; with scaling block128 it must be a tuple (rows, scales)": lambda: group.dispatch(
                     plan, x, recv_tokens=rows[0], format=block
@@ -317,9 +302,6 @@ class Formats(unittest.TestCase):
                 ),
                 "recv_scales has shape": lambda: group.dispatch(
                     plan, x, recv_tokens=(rows[0], numpy.ones((len(rows[0]), 3), numpy.float32)), format=block
-                ),
-                "encode_scale has shape [2]": lambda: group.dispatch(
-                    plan, x, format=epx.RowFormat("nv", encode_scale=numpy.ones(2, numpy.float32))
                 ),
                 "grad_out is float8_e4m3fn without scales": lambda: group.combine_bwd(plan, codes, format=block),
                 "grad_out is a tuple; this call takes an array, since it has no format": lambda: group.combine_bwd(
@@ -338,6 +320,9 @@ class Formats(unittest.TestCase):
                 ),
             }.items():
                 ranks.refused(self, words, call)
+            arrays = x, codes, scales, scales.astype(numpy.float16), numpy.ones(2, numpy.float32)
+            for words, tokens, options in format_model.refused_by_dispatch(*arrays, lambda array, count: array[:, :count].copy()):
+                ranks.refused(self, words, lambda: group.dispatch(plan, tokens, **options))
             wide = numpy.ones((plan.num_rows, HIDDEN), numpy.float32)
             by_rank = numpy.ones((RANKS, 16, HIDDEN), numpy.float32)
             for words, row_format in format_model.refused_on_wire("format", sums=True).items():
@@ -364,6 +349,7 @@ class Formats(unittest.TestCase):
             group.dispatch(plan, data.tokens[RANK])  # a rank may be through before the others see it
         self.assertEqual(caught.exception.status, epx.Status.MISMATCH)
         group.destroy()
+
 
 class Fields(unittest.TestCase):
     def test_1_equality(self):

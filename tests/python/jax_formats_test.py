@@ -374,8 +374,7 @@ class Formats(jax_ranks.TestCase):
 
     def test_8_refusals(self):
         """The sentences are those of numpy arrays, but for what JAX alone has."""
-        block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
-        wire = dataclasses.replace(block, wire_only=True)
+        block = epx.RowFormat("block128")
         group = self.formats_group()
         data = Data(numpy.float32, 5)
         x = jnp.asarray(data.tokens[RANK])
@@ -388,25 +387,13 @@ class Formats(jax_ranks.TestCase):
         def differentiated(tokens):
             return jax.grad(lambda tokens: epx.jax.finish(jnp.sum(tokens), dispatch(tokens, format=block)[-1]))(tokens)
 
-        for words, function in {
-            "format is str; this call takes epx.RowFormat": lambda: dispatch(x, format="mx"),
-            "tokens is a tuple; this call takes an array, since it has no format": lambda: dispatch((codes, scales)),
-            "tokens is a tuple; this call takes an array, since with wire_only": lambda: dispatch((codes, scales), format=wire),
-            "tokens is float8_e4m3fn without scales": lambda: dispatch(codes, format=block),
-            "tokens is float8_e4m3fn; it must be float32": lambda: dispatch(codes),
-            "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)": lambda: dispatch(
-                (codes, scales), format=nv
-            ),
-            "tokens is float32; it must be float8_e4m3fn": lambda: dispatch((x, scales), format=block),
-            "scales has shape": lambda: dispatch((codes, scales[:, :1]), format=block),
-            "scales is float16; it must be float32": lambda: dispatch((codes, scales.astype(numpy.float16)), format=block),
-            "rows have H = 33; it must be even": lambda: dispatch(x[:, :33], format=nv),
-            "encode_scale has shape [2]": lambda: dispatch(x, format=epx.RowFormat("nv", encode_scale=jnp.ones(2))),
-            "with_wide is int; this call takes bool": lambda: dispatch(x, format=block, with_wide=1),
-            "with_wide is True; it is for a format": lambda: dispatch(x, format=wire, with_wide=True),
-            "tokens are differentiated, and their gradient would be cast to float8_e4m3fn": lambda: differentiated(x),
-        }.items():
-            ranks.refused(self, words, function)
+        arrays = x, codes, scales, scales.astype(numpy.float16), jnp.ones(2)
+        cases = format_model.refused_by_dispatch(*arrays, lambda array, count: array[:, :count])
+        for words, tokens, options in (*cases, *format_model.refused_with_wide(x)):
+            ranks.refused(self, words, lambda: dispatch(tokens, **options))
+        ranks.refused(self, "tokens is float8_e4m3fn; it must be float32", lambda: dispatch(codes))
+        words = "tokens are differentiated, and their gradient would be cast to float8_e4m3fn"
+        ranks.refused(self, words, lambda: differentiated(x))
         plan, token = epx.jax.prepare(group, call.idx, epx.jax.first_token())
         expert_out = jnp.ones((call.num_rows, HIDDEN))
         for words, row_format in format_model.refused_on_wire("grad_format", sums=False).items():

@@ -77,13 +77,11 @@ class Data:
         """By part, and then by rank."""
         return list(zip(*[format_model.parts_of(in_numpy(row_format), tokens) for tokens in self.tokens]))
 
-
-def quantised_by_caller(row_format, parts):
-    dtypes = ELEMENTS[row_format.dtype], SCALES[row_format.scale_dtype], torch.float32
-    tensors = [torch.from_numpy(part) for part in parts]
-    return tuple(
-        on_device(tensor.view(dtype) if tensor.dtype == torch.uint8 else tensor) for tensor, dtype in zip(tensors, dtypes)
-    )
+    def given(self, row_format):
+        """This rank's rows as a caller gives them whose framework has quantised them."""
+        dtypes = ELEMENTS[row_format.dtype], SCALES[row_format.scale_dtype], torch.float32
+        tensors = [torch.from_numpy(part[RANK]) for part in self.parts(row_format)]
+        return tuple(on_device(each.view(dtype) if each.dtype == torch.uint8 else each) for each, dtype in zip(tensors, dtypes))
 
 
 def calls(group, idx, weights, alignment=1):
@@ -140,7 +138,7 @@ class Formats(unittest.TestCase):
         idx, tokens, weights = data.own
         inputs = [tokens]
         if row_format.encode_scale is None:
-            inputs.append(quantised_by_caller(row_format, [part[RANK] for part in data.parts(row_format)]))
+            inputs.append(data.given(row_format))
         for call in calls(group, idx, weights, alignment):
             if call.__name__ == "rank_major" and row_format.scale_layout == epx.ScaleLayout.TILES:
                 continue  # refused there
@@ -228,8 +226,7 @@ class Formats(unittest.TestCase):
                             self.assertEqual(wide.untyped_storage().nbytes(), dtype.itemsize)
                             self.compare_gradients(call, leaves, wide, row_weights)
                             # Weights alone have a gradient where rows have none.
-                            for given in (tokens.detach(), quantised_by_caller(
-                                row_format, [part[RANK] for part in data.parts(row_format)])):
+                            for given in (tokens.detach(), data.given(row_format)):
                                 if row_format.encode_scale is not None and isinstance(given, tuple):
                                     continue
                                 _, _, row_weights = call(given, format=row_format)
@@ -318,7 +315,7 @@ class Formats(unittest.TestCase):
                     if max_dtype != "float32":
                         options["format"] = row_format
                         there = [format_model.round_trip(row_format, each) for each in there]
-                    rows, by_rank = exchange.scatter(there), rank_major.scatter(there)
+                    rows = exchange.scatter(there)
 
                     def home(partial_sums):
                         return on_device(torch.tensor(format_model.sums(row_format, partial_sums[RANK]))).to(dtype)
@@ -327,7 +324,7 @@ class Formats(unittest.TestCase):
                         with self.subTest(format=row_format, max_dtype=max_dtype, call=call.__name__):
                             plan, received, received_weights = call(tokens, **options)
                             if isinstance(plan, epx.torch.RankMajorPlan):
-                                wanted_out = wanted_grad = home(rank_major.partial_sums(by_rank))
+                                wanted_out = wanted_grad = home(rank_major.partial_sums(rank_major.scatter(there)))
                                 combine = functools.partial(epx.torch.combine_rank_major, plan)
                                 arguments = [received.detach().requires_grad_()]
                             else:
@@ -344,12 +341,10 @@ class Formats(unittest.TestCase):
                             if max_dtype == "float32":
                                 plain = combine(*arguments, grad_format=row_format)
                                 self.assertFalse(len(out) and torch.equal(out, plain))
-                                used = in_use(plan)
                                 grads = [torch.autograd.grad(each, arguments, tokens.detach()) for each in (out, plain)]
-                                for one, other in zip(*grads):
-                                    lead = 0 if one.dim() == 1 else one.dim() - 2
-                                    one, other = [each.flatten(0, lead)[used] for each in (one, other)]
-                                    torch.testing.assert_close(one, other, rtol=0, atol=0)
+                                for pair in zip(*grads):
+                                    pair = [each.flatten(0, max(each.dim() - 2, 0))[in_use(plan)] for each in pair]
+                                    torch.testing.assert_close(*pair, rtol=0, atol=0)
                 group.check()
 
     def test_8_sums_compiled(self):
@@ -403,7 +398,7 @@ class Formats(unittest.TestCase):
                     self.assertFalse(rows.requires_grad)
                     (grad,) = torch.autograd.grad(row_weights, [leaf], torch.ones_like(row_weights))
                     self.assertTrue(torch.equal(grad, (idx >= 0).float()))
-                words = "tokens is torch.float8_e4m3fn and requires a gradient"
+                words = "tokens is float8_e4m3fn and requires a gradient"
                 ranks.refused(self, words, lambda: call(given.clone().requires_grad_()))
             group.check()
         with make_group(max_token_dtype="float8_e4m3fn") as group:
@@ -445,48 +440,33 @@ class Layer(unittest.TestCase):
 class Refusals(unittest.TestCase):
     def test_1_sentences(self):
         """The sentences are those of numpy arrays, but for what tensors alone have."""
-        block, nv = epx.RowFormat("block128"), epx.RowFormat("nv")
-        wire = dataclasses.replace(block, wire_only=True)
+        block = epx.RowFormat("block128")
         with make_group() as group:
             data = Data(torch.float32, 7)
             idx, x, _ = data.own
             plan = epx.torch.prepare(group, idx)
-            codes, scales = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
+            codes, scales = data.given(block)
             dispatch, rank_major = epx.torch.dispatch, epx.torch.dispatch_rank_major
             rows, _ = dispatch(plan, x)
             leaf = torch.ones_like(x).requires_grad_()
             for words, call in {
-                "format is str; this call takes epx.RowFormat": lambda: dispatch(plan, x, format="mx"),
-                "tokens is a tuple; this call takes an array": lambda: dispatch(plan, (codes, scales)),
-                "tokens is a tuple; this call takes an array, since with wire_only rows are wide": lambda: dispatch(
-                    plan, (codes, scales), format=wire
-                ),
-                "tokens is torch.float8_e4m3fn without scales": lambda: dispatch(plan, codes, format=block),
-                "tokens is a tuple of 2; with scaling nv it must be a tuple (rows, scales, row_scales)": lambda: dispatch(
-                    plan, (codes, scales), format=nv
-                ),
-                "tokens is float32; it must be float8_e4m3fn": lambda: dispatch(plan, (x, scales), format=block),
-                "scales has shape": lambda: dispatch(plan, (codes, scales[:, :1].contiguous()), format=block),
-                "scales is float64; it must be float32": lambda: dispatch(plan, (codes, scales.double()), format=block),
                 "scales has strides": lambda: rank_major(
                     group, (codes, on_device(torch.ones(2, 9)).t()), idx, format=block
                 ),
-                "rows have H = 33; it must be even": lambda: dispatch(plan, x[:, :33].contiguous(), format=nv),
                 "recv_tokens and format are given": lambda: dispatch(plan, x, recv_tokens=rows, format=block),
-                "with_wide is int; this call takes bool": lambda: dispatch(plan, x, format=block, with_wide=1),
-                "with_wide is True; it is for a format that": lambda: dispatch(plan, x, with_wide=True),
-                "with_wide is True; it is for a format": lambda: rank_major(group, x, idx, format=wire, with_wide=True),
                 "tokens requires a gradient, which PyTorch would cast to float8_e4m3fn": lambda: dispatch(
                     plan, leaf, format=block
-                ),
-                "encode_scale has shape": lambda: dispatch(
-                    plan, x, format=epx.RowFormat("nv", encode_scale=on_device(torch.ones(2)))
                 ),
                 "which the rank-major layout does not have": lambda: rank_major(
                     group, x, idx, format=epx.RowFormat("mx", scale_layout="tiles")
                 ),
             }.items():
                 ranks.refused(self, words, call)
+            arrays = x, codes, scales, scales.half(), on_device(torch.ones(2))
+            cases = format_model.refused_by_dispatch(*arrays, lambda tensor, count: tensor[:, :count].contiguous())
+            for words, tokens, options in (*cases, *format_model.refused_with_wide(x)):
+                for call in calls(group, idx, None):
+                    ranks.refused(self, words, lambda: call(tokens, **options))
             rank_major_plan, by_rank, _ = rank_major(group, x, idx)
             for words, row_format in format_model.refused_on_wire("grad_format", sums=False).items():
                 ranks.refused(self, words, lambda: epx.torch.combine(plan, rows, grad_format=row_format))
@@ -505,7 +485,7 @@ class Refusals(unittest.TestCase):
         """The forward refuses them, on its rank alone; without gradients the same call is made."""
         block, data = epx.RowFormat("block128"), Data(torch.float32, 9)
         idx, x, weights = data.own
-        given = quantised_by_caller(block, [part[RANK] for part in data.parts(block)])
+        given = data.given(block)
         for max_dtype, words, tokens, options in format_model.refused_gradients(x, given):
             with make_group(max_token_dtype=max_dtype) as group:
                 with_gradient = weights.detach().requires_grad_()

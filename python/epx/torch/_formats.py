@@ -8,7 +8,7 @@ import typing
 
 import torch
 
-from .._formats import ZEROS_DTYPE, format_of, on_wire, parts_of_tokens, require_room_for_gradients
+from .._formats import ZEROS_DTYPE, dtype_name, format_of, on_wire, parts_of_tokens, require_room_for_gradients
 from .._values import refuse
 from ._group import call, require_usable
 from ._library import new_tensor, ops
@@ -132,8 +132,8 @@ def split(group, tokens, topk_weights, sidecar, row_format, with_wide, grad_form
 def _refuse_narrow_gradient(tokens, row_format):
     if row_format is None:
         refuse(
-            f"tokens is {tokens.dtype} and requires a gradient, which rows of 8 or 4 bits do not have: give tokens.detach(), or "
-            "wide tokens with a format"
+            f"tokens is {dtype_name(tokens.dtype)} and requires a gradient, which rows of 8 or 4 bits do not have: give "
+            "tokens.detach(), or wide tokens with a format"
         )
     refuse(
         f"tokens requires a gradient, which PyTorch would cast to {row_format.dtype}, the dtype of the rows that arrive: give "
