@@ -34,6 +34,9 @@ struct Lanes<float> {
   static constexpr uint32_t where_less(uint32_t a, uint32_t b, uint32_t x, uint32_t y) {
     return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? x : y;
   }
+  // Return the bound for a NaN, as fminf and fmaxf do.
+  static constexpr float at_most(float value, float bound) { return value < bound ? value : bound; }
+  static constexpr float at_least(float value, float bound) { return value > bound ? value : bound; }
 };
 
 template <typename Number>
@@ -79,24 +82,41 @@ struct E2M1 {
 
 constexpr uint32_t kNanCode = 0x7f; // of E4M3 and E5M2, for NaNs of both signs: what GPUs convert a NaN to
 
+// The two steps of encode_saturating(). Some processors have an instruction that does the second one for several numbers.
+template <typename Type>
+struct Rounding {
+  static constexpr int kShift = 23 - Type::kMantissaBits;
+  static constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - Type::kBias) << 23;
+  // What code() makes of the exponent that the type's least normal number has in sum().
+  static constexpr uint32_t kOffset = (kLeastNormal + (static_cast<uint32_t>(kShift) << 23)) >> kShift;
+  static_assert(kOffset % 2 == 0);
+
+  // `magnitude` is at most Type::kLargest but for a rounding error. The last place of the power of two that is added is the
+  // type's. So the addition rounds to nearest even, and the low 16 bits of the sum count last places. They start at -kOffset, an
+  // even number, which is added to the power.
+  template <typename Number>
+  static constexpr auto sum(Number magnitude) {
+    using L = Lanes<Number>;
+    const auto exponent =
+        L::max(bits_of(magnitude) & kInfinityBits, L::fill(kLeastNormal)); // of a subnormal number, at least
+    const auto power = exponent + ((static_cast<uint32_t>(kShift) << 23) + (0x10000 - kOffset));
+    return bits_of(magnitude + float_of<Number>(power));
+  }
+  // The code is in the low 16 bits.
+  template <typename Word>
+  static constexpr Word code(Word sum) {
+    return sum + (sum >> kShift);
+  }
+};
+
 // Returns the type's code for a number: to nearest even, and the largest number for what is too large, infinity too.
 template <typename Type, typename Number>
 constexpr auto encode_saturating(Number value) {
   using L = Lanes<Number>;
-  using Word = typename L::Word;
-  constexpr int kShift = 23 - Type::kMantissaBits;
-  constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - Type::kBias) << 23;
-  constexpr uint32_t kSign = 1u << (Type::kBits - 1);
-
-  const Word bits = bits_of(value);
-  const Word magnitude = L::min(bits & kMagnitudeBits, L::fill(bits_of(Type::kLargest)));
-  const Word exponent = L::max(magnitude & kInfinityBits, L::fill(kLeastNormal)); // at least that of the type's subnormals
-  // The last place of this power of two is the type's. So the addition rounds the number to it, and the sum's low bits count the
-  // last places: the mantissa, with 1 << kMantissaBits for a normal number, which the exponent's field is short of.
-  const Number rounder = float_of<Number>(exponent + (static_cast<uint32_t>(kShift) << 23));
-  const Word last_places = bits_of(float_of<Number>(magnitude) + rounder);
-  const Word code = last_places + (exponent >> kShift) - (kLeastNormal >> kShift); // and bits above
-  return L::choose_bits(kSign - 1, code, bits >> (32 - Type::kBits));
+  const auto bits = bits_of(value);
+  const auto magnitude = L::min(bits & kMagnitudeBits, L::fill(bits_of(Type::kLargest)));
+  const auto code = Rounding<Type>::code(Rounding<Type>::sum(float_of<Number>(magnitude)));
+  return L::choose_bits((1u << (Type::kBits - 1)) - 1, code, bits >> (32 - Type::kBits));
 }
 
 // Returns the code of an element: as encode_saturating(), but what is not finite becomes the type's NaN; E5M2 keeps infinities.
@@ -116,53 +136,64 @@ constexpr auto encode(Number value) {
   return L::where_less(magnitude, L::fill(kInfinityBits), encode_saturating<Type>(value), special);
 }
 
+// Returns the bits of the number that a code without its sign stands for, if that is finite.
+template <typename Type, typename Number>
+constexpr auto decode_magnitude(typename Lanes<Number>::Word code) {
+  using L = Lanes<Number>;
+  constexpr int kShift = 23 - Type::kMantissaBits;
+  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Type::kBias) << 23;
+  constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - Type::kBias) << 23;
+  const auto shifted = code << kShift;
+  const auto subnormal = bits_of(float_of<Number>(shifted + kLeastNormal) - float_of<Number>(L::fill(kLeastNormal)));
+  return L::where_less(code, L::fill(1u << Type::kMantissaBits), subnormal, shifted + kRebias);
+}
+
 // Returns the number that a code stands for. Bits above the type's do not matter.
 template <typename Type, typename Number = float>
 constexpr Number decode(typename Lanes<Number>::Word code) {
   using L = Lanes<Number>;
   using Word = typename L::Word;
-  constexpr int kShift = 23 - Type::kMantissaBits;
-  constexpr uint32_t kRebias = static_cast<uint32_t>(127 - Type::kBias) << 23;
-  constexpr uint32_t kLeastNormal = static_cast<uint32_t>(128 - Type::kBias) << 23;
   constexpr uint32_t kSign = 1u << (Type::kBits - 1);
 
   const Word magnitude = code & (kSign - 1);
-  const Word shifted = magnitude << kShift;
-  const Word subnormal = bits_of(float_of<Number>(shifted + kLeastNormal) - float_of<Number>(L::fill(kLeastNormal)));
-  Word bits = L::where_less(magnitude, L::fill(1u << Type::kMantissaBits), subnormal, shifted + kRebias);
+  Word bits = decode_magnitude<Type, Number>(magnitude);
   if constexpr (Type::kBits == 8) {
     Word special = L::fill(kNanBits);
-    if constexpr (requires { Type::kInfinityCode; }) special = shifted | kInfinityBits;
+    if constexpr (requires { Type::kInfinityCode; }) special = magnitude << (23 - Type::kMantissaBits) | kInfinityBits;
     bits = L::where_less(L::fill(Type::kLargestCode), magnitude, special, bits);
   }
   return float_of<Number>(bits | (code & kSign) << (32 - Type::kBits));
 }
 
 // Returns 2^(byte - 127), NaN for 255. Byte 0 is a subnormal float32.
-constexpr float decode_e8m0(uint32_t byte) {
-  return float_of(byte == 0 ? 1u << 22 : byte == 255 ? kNanBits : byte << 23);
+template <typename Number = float>
+constexpr Number decode_e8m0(typename Lanes<Number>::Word byte) {
+  using L = Lanes<Number>;
+  return float_of<Number>(L::where_less(L::fill(254), byte, L::fill(kNanBits), L::max(byte << 23, L::fill(1u << 22))));
 }
 
 // Returns 2^(127 - byte), which float32 has for all bytes but 255.
-constexpr float reciprocal_of_e8m0(uint32_t byte) {
-  return float_of(byte == 254 ? 1u << 22 : (254 - byte) << 23);
+template <typename Number = float>
+constexpr Number reciprocal_of_e8m0(typename Lanes<Number>::Word byte) {
+  using L = Lanes<Number>;
+  return float_of<Number>(L::max((254 - byte) << 23, L::fill(1u << 22)));
 }
 
 // Returns the E8M0 byte of the least power of two that is not below `value` >= 0, as cvt.rp.satfinite.ue8m0x2.f32 does.
-constexpr uint32_t encode_e8m0_up(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t exponent = bits >> 23;
-  const uint32_t mantissa = bits & 0x7fffff;
-  const bool up = exponent == 0 ? mantissa > 1u << 22 : mantissa != 0; // byte 0 is the middle of the subnormals
-  if (bits >= kInfinityBits) return bits > kInfinityBits ? 255 : 254;
-  return exponent + (up && exponent < 254 ? 1 : 0);
+template <typename Number>
+constexpr auto encode_e8m0_up(Number value) {
+  using L = Lanes<Number>;
+  const auto bits = bits_of(value);
+  // A mantissa above 0 carries into the exponent; below the normal numbers one above the middle, which byte 0 stands for.
+  const auto carry = L::where_less(bits, L::fill(1u << 23), L::fill((1u << 22) - 1), L::fill((1u << 23) - 1));
+  return L::where_less(L::fill(kInfinityBits), bits, L::fill(255), L::min((bits + carry) >> 23, L::fill(254)));
 }
 
 // Returns the same of a quotient as DeepGEMM has it: the byte is from 1 to 254, so the power is a normal float32.
-constexpr uint32_t encode_normal_e8m0_up(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t byte = (bits >> 23) + ((bits & 0x7fffff) != 0 ? 1 : 0);
-  return byte < 1 ? 1 : byte > 254 ? 254 : byte;
+template <typename Number>
+constexpr auto encode_normal_e8m0_up(Number value) {
+  using L = Lanes<Number>;
+  return L::max(L::min((bits_of(value) + 0x7fffffu) >> 23, L::fill(254)), L::fill(1));
 }
 
 } // namespace EPX_FORMATS_ISA

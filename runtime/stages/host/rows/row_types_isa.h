@@ -46,9 +46,14 @@ struct BFloat16 {
   static typename Lanes<Number>::Word round(Number x) {
     using L = Lanes<Number>;
     const auto u = bits_of(x);
-    const auto rounded = u + 0x7fffu + (u >> 16 & 1u);
-    const auto quiet_nan = u | 0x400000u;
-    return L::where_less(L::fill(0x7f800000), u & 0x7fffffffu, quiet_nan, rounded) >> 16;
+    const auto quiet_nan = (u | 0x400000u) >> 16;
+    return L::where_less(L::fill(0x7f800000), u & 0x7fffffffu, quiet_nan, round_with_plain_nan(x));
+  }
+  // The same, but no NaN with the bits 0x7fff8000, whose payload could carry into the sign.
+  template <typename Number>
+  static typename Lanes<Number>::Word round_with_plain_nan(Number x) {
+    const auto u = bits_of(x);
+    return (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
   }
   static float load(Bits x) { return number(x); }
   static Bits store(float x) { return static_cast<Bits>(round(x)); }
