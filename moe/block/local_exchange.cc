@@ -10,7 +10,7 @@
 #include "moe/tensors.h"
 #include "runtime/formats/format_arguments.h"
 #include "runtime/stages/host/rows/float_environment.h"
-#include "runtime/stages/host/rows/rows.h"
+#include "runtime/stages/host/rows/wire_rows.h"
 
 namespace epx::moe {
 namespace {
@@ -19,17 +19,11 @@ namespace {
 template <typename T>
 void quantise_and_back(const epx_row_format& row_format, const T* rows, int64_t num_rows, int64_t hidden, T* arrived) {
   const host::DefaultFloatEnvironment environment;
-  const rows::RowKernels& kernels = rows::row_kernels();
-  const WireFormat format = check_format(row_format, "dispatch");
-  const WireRow wire(format, hidden);
-  std::vector<std::byte> quantised(static_cast<size_t>(wire.bytes));
-  for (int64_t row = 0; row < num_rows; ++row) {
-    float row_scale = 0.0F;
-    std::byte* const scales = quantised.data() + wire.scales;
-    kernels.quantise(format, kDtypeOf<T>, reinterpret_cast<const std::byte*>(rows + row * hidden), hidden, nullptr,
-                     quantised.data(), scales, &row_scale);
-    kernels.dequantise(format, kDtypeOf<T>, quantised.data(), scales, row_scale, nullptr, hidden,
-                       reinterpret_cast<std::byte*>(arrived + row * hidden));
+  const host::WireRows wire(check_format(row_format, "dispatch"), hidden);
+  std::vector<std::byte> quantised(static_cast<size_t>(wire.bytes()));
+  for (int64_t first = 0; first < num_rows * hidden; first += hidden) {
+    wire.quantise(kDtypeOf<T>, reinterpret_cast<const std::byte*>(rows + first), nullptr, quantised.data());
+    wire.dequantise(quantised.data(), kDtypeOf<T>, nullptr, reinterpret_cast<std::byte*>(arrived + first));
   }
 }
 

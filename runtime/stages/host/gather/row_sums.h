@@ -13,6 +13,7 @@
 #include "base/dtypes.h"
 #include "runtime/config.h"
 #include "runtime/stages/host/rows/rows.h"
+#include "runtime/stages/host/rows/wire_rows.h"
 #include "runtime/stages/stages.h"
 
 namespace epx::host {
@@ -73,20 +74,18 @@ public:
       : call_(call), wire_(call.format, call.hidden), weighted_(weighted), sum_(static_cast<size_t>(call.hidden)) {}
 
   int64_t row_bytes() const { return epx::row_bytes(call_.dtype, call_.hidden); }
-  int64_t out_bytes() const { return wire_.bytes; }
+  int64_t out_bytes() const { return wire_.bytes(); }
   void compute(const RowSum& sum) {
     auto* const row = reinterpret_cast<std::byte*>(sum_.data());
     kernels_.weighted_sum(EPX_FLOAT32, row, call_.dtype, sum.rows.data(), weighted_ ? sum.weights.data() : nullptr,
                           sum.num_rows, call_.hidden);
-    float no_row_scale = 0.0f; // of NV alone
-    kernels_.quantise(call_.format, EPX_FLOAT32, row, call_.hidden, nullptr, sum.out, sum.out + wire_.scales,
-                      &no_row_scale);
+    wire_.quantise(EPX_FLOAT32, row, nullptr, sum.out);
   }
 
 private:
   const MovementCall& call_;
   const rows::RowKernels& kernels_ = rows::row_kernels();
-  WireRow wire_;
+  WireRows wire_;
   bool weighted_;
   std::vector<float> sum_; // [H]
 };
@@ -96,7 +95,7 @@ class SumsOfWire {
 public:
   explicit SumsOfWire(const MovementCall& call) : call_(call), wire_(call.format, call.hidden) {}
 
-  int64_t row_bytes() const { return wire_.bytes; }
+  int64_t row_bytes() const { return wire_.bytes(); }
   int64_t out_bytes() const { return epx::row_bytes(call_.dtype, call_.hidden); }
   void compute(const RowSum& sum) {
     const auto hidden = static_cast<size_t>(call_.hidden), num_rows = static_cast<size_t>(sum.num_rows);
@@ -104,8 +103,7 @@ public:
     std::array<const std::byte*, kMaxTopK> rows;
     for (size_t i = 0; i < num_rows; ++i) {
       auto* const row = reinterpret_cast<std::byte*>(dequantised_.data() + i * hidden);
-      kernels_.dequantise(call_.format, EPX_FLOAT32, sum.rows[i], sum.rows[i] + wire_.scales, 0.0f, nullptr, call_.hidden,
-                          row);
+      wire_.dequantise(sum.rows[i], EPX_FLOAT32, nullptr, row);
       rows[i] = row;
     }
     kernels_.weighted_sum(call_.dtype, sum.out, EPX_FLOAT32, rows.data(), nullptr, sum.num_rows, call_.hidden);
@@ -114,7 +112,7 @@ public:
 private:
   const MovementCall& call_;
   const rows::RowKernels& kernels_ = rows::row_kernels();
-  WireRow wire_;
+  WireRows wire_;
   std::vector<float> dequantised_; // [rows, H]
 };
 
