@@ -2,7 +2,8 @@
 // A row format says what travels for a row of scatter. A format F has
 //   F(call)                      of one call; it may own memory
 //   F::kIsReceiveFormat          whether the row travels as the receive tensor has it, so that a sender may store it there
-//   encode(wire, row, token)     writes what travels for the row [H] of a token, at most WindowLayout::row_stride bytes
+//   encode(wire, row, token)     writes what travels for the row [H] of a token, at most WindowLayout::row_stride bytes. They stay
+//                                as they are while the same token is encoded for other ranks
 //   store(to, index, wire, w)    writes what has travelled into row `index` of the receive tensors, which is at `to`, times *w
 //                                unless w is NULL
 //   clear(to, index)             zeros that row
@@ -49,20 +50,26 @@ private:
   size_t bytes_;
 };
 
-// A row of 8 or 4 bits with its scales: WireRow. It is quantised once for all ranks that it goes to.
+// A row of 8 or 4 bits with its scales: WireRow. It is quantised once, into the staging of the first rank that it goes to.
 class QuantisedRows {
 public:
   template <typename Call> // with format_tensors
   explicit QuantisedRows(const Call& call)
       : call_(call), tensors_(call.format_tensors), rows_(call.format, call.hidden),
-        recv_bytes_(static_cast<size_t>(epx::row_bytes(call.recv_dtype, call.hidden))),
-        quantised_(static_cast<size_t>(rows_.bytes())) {}
+        recv_bytes_(static_cast<size_t>(epx::row_bytes(call.recv_dtype, call.hidden))) {}
 
   static constexpr bool kIsReceiveFormat = false;
   void encode(std::byte* wire, const std::byte* row, int64_t token) {
-    if (token != quantised_token_) quantise(row, token);
-    quantised_token_ = token;
-    std::memcpy(wire, quantised_.data(), quantised_.size());
+    if (tensors_.scales != nullptr) {
+      rows_.copy(row, tensors_.scales + token * static_cast<int64_t>(rows_.scale_bytes()),
+                 tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f, wire);
+    } else if (token == encoded_token_) {
+      std::memcpy(wire, encoded_, static_cast<size_t>(rows_.bytes()));
+    } else {
+      rows_.quantise(call_.dtype, row, tensors_.encode_scale, wire);
+      encoded_token_ = token;
+      encoded_ = wire;
+    }
   }
   void store(std::byte* to, int64_t index, const std::byte* wire, const float* weight) const {
     if (tensors_.recv_scales == nullptr) {
@@ -86,14 +93,6 @@ public:
   }
 
 private:
-  void quantise(const std::byte* row, int64_t token) {
-    if (tensors_.scales == nullptr)
-      rows_.quantise(call_.dtype, row, tensors_.encode_scale, quantised_.data());
-    else
-      rows_.copy(row, tensors_.scales + token * static_cast<int64_t>(rows_.scale_bytes()),
-                 tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f, quantised_.data());
-  }
-
   // Stores the scales of row `index`, zeros where `scales` is NULL, and the fill behind them. Scales that take a weight are
   // float32.
   void store_scales(int64_t index, const std::byte* scales, const float* weight) const {
@@ -114,9 +113,9 @@ private:
   const MovementCall& call_;
   const FormatTensors& tensors_;
   WireRows rows_;
-  size_t recv_bytes_;                // of a row
-  std::vector<std::byte> quantised_; // what travels for quantised_token_
-  int64_t quantised_token_ = -1;
+  size_t recv_bytes_;                  // of a row
+  const std::byte* encoded_ = nullptr; // where encoded_token_ was quantised
+  int64_t encoded_token_ = -1;
   std::vector<float> dequantised_; // [H] of a dot product
 };
 
