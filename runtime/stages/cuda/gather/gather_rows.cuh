@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "runtime/stages/cuda/gather/gather_params.h"
+#include "runtime/stages/cuda/gather/weight_grads.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/staging.cuh"
@@ -92,18 +93,36 @@ public:
     if (is_live) grad = route.rank == call_.rank() ? params_.weight_grads[route.slot] : staged_weights(call_.rank())[index];
     params_.weight_grads_out[index] = grad;
   }
-  // Tests overwrite staging once it has been used.
-  __device__ void scribble_staging(int64_t token, const RowSplits& split) const {
+  // Rank-major: the gradients of a token whose row is in a slot of this rank, and those that have come home.
+  __device__ void send_weight_grads(const Movement& movement, int home, int64_t token, int32_t slot) const {
+    for_each_weight_grad(params_, movement, slot, [&](int k, float grad) {
+      staged_weights(home)[route_index(token, params_.call.top_k, k)] = grad;
+    });
+  }
+  __device__ void collect_weight_grads(const Movement& movement, int64_t token) const {
+    for (int k = lane(); k < params_.call.top_k; k += kWarp)
+      cuda::collect_weight_grad(params_, token, k, movement.kept_route(token, k), [&](float& grad) {
+        grad = staged_weights(call_.rank())[route_index(token, params_.call.top_k, k)];
+        return true;
+      });
+  }
+  // Tests overwrite staging once it has been used: scribble(row) overwrites these splits of a staged row.
+  template <typename Scribble>
+  __device__ void scribble_staging(int64_t token, const RowSplits& split, const Scribble& scribble) const {
     const bool is_exact = shape().precision == EPX_COMBINE_EXACT;
     const int top_k = params_.call.top_k;
     const int per_token = is_exact ? top_k : min(top_k, call_.num_ranks());
     for (int64_t row = token * per_token; row < (token + 1) * per_token; ++row)
-      scribble_row(reinterpret_cast<std::byte*>(staged_row(call_.rank(), row, split)),
-                   split.size * static_cast<int64_t>(sizeof(T)));
+      scribble(staging_.row(call_.rank(), row));
     // In precision exact both splits read the staged weights.
     if (is_exact ? split.count < num_splits_ : split.first != 0) return;
     for (int k = lane(); k < top_k; k += kWarp)
       staged_weights(call_.rank())[route_index(token, top_k, k)] = NAN;
+  }
+  __device__ void scribble_staging(int64_t token, const RowSplits& split) const { // of rows of T
+    scribble_staging(token, split, [&](std::byte* row) {
+      scribble_row(row + split.first * static_cast<int64_t>(sizeof(T)), split.size * static_cast<int64_t>(sizeof(T)));
+    });
   }
 
 private:

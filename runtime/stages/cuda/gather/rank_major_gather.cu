@@ -21,7 +21,6 @@
 #include "runtime/stages/cuda/gather/gather_rows.cuh"
 #include "runtime/stages/cuda/gather/ll_gather.cuh"
 #include "runtime/stages/cuda/gather/quantised_gather.h"
-#include "runtime/stages/cuda/gather/weight_grads.cuh"
 #include "runtime/stages/cuda/kernel_list.h"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/row_sender.cuh"
@@ -97,10 +96,7 @@ private:
       to.ready_flag = rows_.ready_flag_at(home, found.token, found.rank_ordinal, whole);
     }
     sender_.send({params_.rows, row_bytes_, nullptr, 0}, args_.row_of_slot(slot), to);
-    if (params_.weight_grads != nullptr)
-      for_each_weight_grad(params_, movement_, slot, [&](int k, float grad) {
-        rows_.staged_weights(home)[route_index(found.token, args_.top_k, k)] = grad;
-      });
+    if (params_.weight_grads != nullptr) rows_.send_weight_grads(movement_, home, found.token, slot);
   }
 
   // Sums elements [first, first + size) of a token's rows. Returns false when the group has failed.
@@ -129,17 +125,9 @@ private:
       terms.append(rank_ordinal == own_ordinal ? own_row : rows_.staged_sum(call_.rank(), token, rank_ordinal, part));
     }
     sum_rows<false>(pipeline_, terms, rows_.out(token, part), size);
-    if (params_.weight_grads_out != nullptr && first == 0) collect_weight_grads(token);
+    if (params_.weight_grads_out != nullptr && first == 0) rows_.collect_weight_grads(movement_, token);
     if (call_.scribbles_staging()) rows_.scribble_staging(token, part);
     return true;
-  }
-
-  __device__ void collect_weight_grads(int64_t token) const {
-    for (int k = lane(); k < args_.top_k; k += kWarp)
-      collect_weight_grad(params_, token, k, movement_.kept_route(token, k), [&](float& grad) {
-        grad = rows_.staged_weights(call_.rank())[route_index(token, args_.top_k, k)];
-        return true;
-      });
   }
 
   const GatherParams& params_;

@@ -214,6 +214,7 @@ public:
   static constexpr int kRingBytes = kStages * kHTile * static_cast<int>(sizeof(T));
 
   static constexpr bool kTakesType = sizeof(T) == 2;
+  static constexpr int64_t kMaxHidden = 1 << 30; // an int numbers the bytes of shorter rows
 
   // `shared` is TmaRowPipeline::begin_generic() of a pipeline whose ring has kRingBytes. Begins to read as
   // RowReader::begin() does; the lane passes a row, or anything if there are fewer. The rows have `hidden` elements, which
