@@ -29,10 +29,10 @@ std::vector<const void*> scatter_kernels();
 std::vector<const void*> rank_major_kernels();        // launched as those of scatter
 std::vector<const void*> rank_major_gather_kernels(); // launched as those of scatter
 std::vector<const void*> gather_kernels();
-const void* quantised_gather_kernel_address();   // launched as those of gather
-std::vector<const void*> batch_gather_kernels(); // their blocks have kBatchGatherThreads
-size_t movement_shared_bytes();                  // of each block of scatter and gather, ...
-size_t batch_gather_shared_bytes();              // ... and of gather by batches
+std::vector<const void*> quantised_gather_kernels(); // launched as those of gather
+std::vector<const void*> batch_gather_kernels();     // their blocks have kBatchGatherThreads
+size_t movement_shared_bytes();                      // of each block of scatter and gather, ...
+size_t batch_gather_shared_bytes();                  // ... and of gather by batches
 
 std::vector<const void*> checksum_kernels();
 

@@ -14,7 +14,7 @@
 // earlier and leave them less to do when the last splits are ready, since the rows of all senders are in flight together. Where
 // they have more, a tile is all splits of a token's rows, which spares looking up the token twice.
 //
-// How partial sums travel is a policy, such as PlainSums. `terms` have the rows of this rank first:
+// How partial sums travel is a policy, PlainSums or QuantisedSums (quantised_sums.cuh). `terms` have the rows of this rank first:
 //   kTakesExact, kTakesRankMajor   whether it is for calls in precision exact, and of the rank-major layout
 //   staged(split)                  where a sum's address in staging points, in elements of T
 //   send(pipeline, terms, to, split)   stores the sum of this rank's rows in staging

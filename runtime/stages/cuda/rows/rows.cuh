@@ -333,35 +333,85 @@ struct FragmentSums {
   }
 };
 
+// How partial sums enter a sum: those of peers are rows, as those of this rank are, and this rank's own one is rounded to T as
+// theirs have been. sum_h_tile() takes another policy where they travel otherwise.
+template <typename T>
+struct RowPartials {
+  template <int kFragments>
+  using Own = Fragment<T>[kFragments];
+
+  template <int kFragments>
+  __device__ static void round(const FragmentSums<T, kFragments>& sums, Own<kFragments>& own) {
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i)
+      own[i] = sums.rounded(i);
+  }
+  template <int kFragments>
+  __device__ static void add(FragmentSums<T, kFragments>& sums, const Own<kFragments>& own) {
+    sums.add(own, 1.0f, NextStep());
+  }
+  // `term` is one of a peer.
+  template <typename Sums, typename AddTerm>
+  __device__ static void add_peer(Sums& sums, int term, const AddTerm& add_term) {
+    add_term(sums, term, NextStep());
+  }
+};
+
 // Returns the sum of the terms, of which there is at least one, at a lane's fragments of an h-tile, before it is rounded.
 // add_term(sums, term, step) takes the step of a term, one term after the other. Without kHasInner, num_inner is 0. With
 // kHasFirstStep the first step has code of its own, which spares setting the accumulators to 0; where kernels have more kinds
 // of sums, it made them no faster.
-template <bool kHasInner, bool kHasFirstStep, int kFragments, typename T, typename AddTerm>
-__device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term) {
+template <bool kHasInner, bool kHasFirstStep, int kFragments, typename T, typename AddTerm,
+          typename Partials = const RowPartials<T>>
+__device__ __forceinline__ auto sum_h_tile(const SumTerms<T>& terms, const AddTerm& add_term, Partials&& partials = {}) {
   static_assert(!(kHasInner && kHasFirstStep));
   FragmentSums<T, kFragments> sums;
   if constexpr (kHasFirstStep) add_term(sums, 0, FirstStep());
-  Fragment<T> inner[kHasInner ? kFragments : 1] = {};
+  typename std::remove_reference_t<Partials>::template Own<kHasInner ? kFragments : 1> inner = {};
   if constexpr (kHasInner) {
 #pragma unroll 1
     for (int term = 0; term < terms.num_inner; ++term)
       add_term(sums, term, NextStep());
     if (terms.num_inner > 0) {
-#pragma unroll
-      for (int i = 0; i < kFragments; ++i)
-        inner[i] = sums.rounded(i);
+      partials.round(sums, inner);
       sums = {};
     }
   }
 #pragma unroll 1
   for (int term = kHasFirstStep ? 1 : terms.num_inner;; ++term) {
     if constexpr (kHasInner)
-      if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) sums.add(inner, 1.0f, NextStep());
+      if (terms.num_inner > 0 && term - terms.num_inner == terms.own_position) partials.add(sums, inner);
     if (term == terms.size()) break;
-    add_term(sums, term, NextStep());
+    partials.add_peer(sums, term, add_term);
   }
   return sums;
+}
+
+// Adds the next h-tile of a reader, which is one of the term's row, with the term's weight.
+template <bool kIsAligned, typename T, typename Sums, typename Step>
+__device__ __forceinline__ void add_next(RowReader<T, kIsAligned>& reader, const SumTerms<T>& /*terms*/, Sums& sums,
+                                         int term, Step step) {
+  typename RowReader<T, kIsAligned>::Fragments fragments;
+  reader.next(term, fragments);
+  sums.add(fragments, reader[term].weight, step);
+}
+template <int kTile, typename T, typename Sums, typename Step>
+__device__ __forceinline__ void add_next(ListReader<T, kTile>& reader, const SumTerms<T>& terms, Sums& sums, int term,
+                                         Step step) {
+  reader.next();
+  const float weight = from_lane(terms.weights.own(0), term);
+#pragma unroll
+  for (int i = 0; i < kTile; ++i)
+    sums.add(i, reader.fragment(i), weight, step);
+}
+
+// Begins to read the first `num_rows` rows of the terms.
+template <bool kIsAligned, typename T>
+__device__ __forceinline__ void begin_terms(RowReader<T, kIsAligned>& reader, const SumTerms<T>& terms, int num_rows) {
+#pragma unroll
+  for (int first = 0; first <= kWarp; first += kWarp)
+    if (terms.rows.has_own(first)) reader.set(first + lane(), {terms.rows.own(first), nullptr, terms.weights.own(first)});
+  reader.begin(num_rows);
 }
 
 template <bool kHasInner, bool kIsAligned, typename T>
@@ -369,17 +419,11 @@ __device__ __forceinline__ void sum_fragments(std::byte* shared, const SumTerms<
   using Reader = RowReader<T, kIsAligned>;
   const int lead = kIsAligned ? 0 : lead_of(to);
   Reader reader(shared, hidden, lead);
-#pragma unroll
-  for (int first = 0; first <= kWarp; first += kWarp)
-    if (terms.rows.has_own(first)) reader.set(first + lane(), {terms.rows.own(first), nullptr, terms.weights.own(first)});
-  reader.begin(terms.size());
+  begin_terms(reader, terms, terms.size());
 #pragma unroll 1
   for (int h_tile = 0; h_tile < reader.h_tiles(); ++h_tile) {
-    const auto sums = sum_h_tile<kHasInner, false, Reader::kWarpTiles>(terms, [&](auto& of_terms, int term, auto step) {
-      typename Reader::Fragments fragments;
-      reader.next(term, fragments);
-      of_terms.add(fragments, reader[term].weight, step);
-    });
+    const auto sums = sum_h_tile<kHasInner, false, Reader::kWarpTiles>(
+        terms, [&](auto& of_terms, int term, auto step) { add_next(reader, terms, of_terms, term, step); });
 #pragma unroll
     for (int i = 0; i < Reader::kWarpTiles; ++i) {
       const int64_t h = int64_t{h_tile} * Reader::kHTile + i * kWarpTile + lane() * kFragment - lead;
@@ -397,13 +441,8 @@ __device__ __forceinline__ void sum_listed_rows(Reader& reader, const SumTerms<T
   const T* const end = to + hidden;
 #pragma unroll 1
   for (int h_tile = Reader::h_tiles(hidden); h_tile > 0; --h_tile, target += Reader::kHTile) {
-    const auto sums = sum_h_tile<kHasInner, kHasFirstStep, kFragments>(terms, [&](auto& of_terms, int term, auto step) {
-      reader.next();
-      const float weight = from_lane(terms.weights.own(0), term);
-#pragma unroll
-      for (int i = 0; i < kFragments; ++i)
-        of_terms.add(i, reader.fragment(i), weight, step);
-    });
+    const auto sums = sum_h_tile<kHasInner, kHasFirstStep, kFragments>(
+        terms, [&](auto& of_terms, int term, auto step) { add_next(reader, terms, of_terms, term, step); });
 #pragma unroll
     for (int i = 0; i < kFragments; ++i)
       if (Reader::kHasWholeTiles || target + i * kWarpTile < end) store_vector(target + i * kWarpTile, sums.rounded(i));
