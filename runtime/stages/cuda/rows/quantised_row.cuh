@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp quantises, dequantises and copies rows of 8 or 4 bits, as epx.h defines them (runtime/formats/). A lane has 16
 // neighbouring elements of each tile of 512, so that a block's elements are in one lane or in neighbouring ones, and the amax of a
-// block takes a few shuffles. These rows go from registers to memory. Of rows that are copied, only the scales are copied here.
+// block takes a few shuffles. These rows go from registers to memory: ring_quantiser.cuh is for rows that are aligned. Of rows
+// that are copied, only the scales are copied here.
 #pragma once
 
 #include <cstdint>
@@ -258,14 +259,14 @@ __device__ inline int block_shift_of(const WireFormat& format) {
 }
 
 // Returns e of a row of NV: the caller's, or the row's own.
-template <bool kIsVector, typename T>
+template <typename T>
 __device__ inline float encode_scale_of(const T* row, int64_t hidden, const float* encode_scale) {
   if (encode_scale != nullptr) return *encode_scale;
   uint32_t amax = 0;
 #pragma unroll 1
   for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
     LaneWords<T> words;
-    words.template load<kIsVector>(row, tile + lane() * kLaneElements, hidden);
+    words.template load<false>(row, tile + lane() * kLaneElements, hidden);
     float x[kLaneElements];
     words.unpack(x);
 #pragma unroll
@@ -275,73 +276,44 @@ __device__ inline float encode_scale_of(const T* row, int64_t hidden, const floa
   return formats::nv_encode_scale(formats::float_of(__reduce_max_sync(~0u, amax)));
 }
 
-// Quantises a row to the places of the lanes that `lanes` has. kIsVector: all addresses are aligned, and the row has all or none
-// of each lane's elements.
-template <typename T, bool kIsVector>
+// Quantises a row to the places of the lanes that `lanes` has, which have no scales where the row is dequantised again.
+template <typename T>
 __device__ __noinline__ void quantise_row(const WireFormat format, const T* row, int64_t hidden, const float* encode_scale,
                                           const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
-  constexpr int kTiles = sizeof(T) == 2 && kIsVector ? 2 : 1; // whose loads are in flight at a time
   const bool dequantises = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
   const int per_byte = static_cast<int>(elements_per_byte(format.elements));
-  const float e = format.has_row_scale() ? encode_scale_of<kIsVector>(row, hidden, encode_scale) : 1.0f;
+  const float e = format.has_row_scale() ? encode_scale_of(row, hidden, encode_scale) : 1.0f;
   const float row_scale = formats::nv_row_scale(e);
   const int block_shift = block_shift_of(format);
-  const int lanes_per_block = format.block() / kLaneElements;
 #pragma unroll 1
-  for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
-    LaneWords<T> words[kTiles];
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-      words[i].template load<kIsVector>(row, first + i * kQuantisedTile + lane() * kLaneElements, hidden);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-      const int64_t h = first + i * kQuantisedTile + lane() * kLaneElements;
-      if (h - lane() * kLaneElements >= hidden) break; // the same in all lanes
-      float x[kLaneElements];
-      words[i].unpack(x);
-      uint32_t stored = 0;
-      const LaneCodes codes = quantise_lane(format, x, e, stored);
-      if (dequantises) {
-        dequantise_lane(format, codes, formats::scale_value(format.scales, stored, row_scale), x);
-        words[i].pack(x);
-      }
-      // What follows is done for each place, so all that does not depend on the place is done here.
-      const bool stores_scale = !dequantises && lane() % lanes_per_block == 0 && h < hidden;
-      const int64_t scale_offset = layout.place_offset(h >> block_shift);
+  for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
+    const int64_t h = tile + lane() * kLaneElements;
+    LaneWords<T> words;
+    words.template load<false>(row, h, hidden);
+    float x[kLaneElements];
+    words.unpack(x);
+    uint32_t stored = 0;
+    const LaneCodes codes = quantise_lane(format, x, e, stored);
+    if (dequantises) {
+      dequantise_lane(format, codes, formats::scale_value(format.scales, stored, row_scale), x);
+      words.pack(x);
+    }
+    const bool stores_scale = !dequantises && h % format.block() == 0 && h < hidden;
+    const int64_t scale_offset = layout.place_offset(h >> block_shift);
 #pragma unroll 1
-      for (unsigned left = lanes; left != 0; left &= left - 1) {
-        std::byte* const to = from_lane(own.row, lowest_bit(left));
-        std::byte* const scales = from_lane(own.scales, lowest_bit(left));
-        if (dequantises)
-          words[i].template store<kIsVector>(reinterpret_cast<T*>(to), h, hidden);
-        else
-          codes.store<kIsVector>(to, h, hidden, per_byte);
-        if (stores_scale) store_scale(scales + scale_offset, layout.scale_bytes, stored);
-      }
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      std::byte* const to = from_lane(own.row, lowest_bit(left));
+      std::byte* const scales = from_lane(own.scales, lowest_bit(left));
+      if (dequantises)
+        words.template store<false>(reinterpret_cast<T*>(to), h, hidden);
+      else
+        codes.store<false>(to, h, hidden, per_byte);
+      if (stores_scale) store_scale(scales + scale_offset, layout.scale_bytes, stored);
     }
   }
   if (dequantises) return;
   store_scale_fill(layout, lanes, own.scales);
   if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = row_scale;
-}
-
-// Quantises a row to the places of the lanes. Where those have no scales, the row is dequantised again, to what a peer would make
-// of it. All lanes call this.
-template <typename T>
-__device__ inline void quantise_row_to_places(const WireFormat& format, const std::byte* from, int64_t hidden,
-                                              const float* encode_scale, const ScaleLayout& layout,
-                                              const QuantisedPlace& own) {
-  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
-  if (lanes == 0) return;
-  const auto alignment =
-      own.scales == nullptr ? uint64_t{16} : static_cast<uint64_t>(16 / elements_per_byte(format.elements));
-  const bool is_aligned = hidden % kLaneElements == 0 && reinterpret_cast<uint64_t>(from) % sizeof(uint4) == 0 &&
-                          reinterpret_cast<uint64_t>(own.row) % alignment == 0;
-  const T* const row = reinterpret_cast<const T*>(from);
-  if (__all_sync(~0u, is_aligned ? 1 : 0) != 0)
-    quantise_row<T, true>(format, row, hidden, encode_scale, layout, own, lanes);
-  else
-    quantise_row<T, false>(format, row, hidden, encode_scale, layout, own, lanes);
 }
 
 template <typename T, bool kIsVector, typename Weight>
@@ -383,19 +355,6 @@ __device__ __noinline__ void dequantise_row(const WireFormat format, const Quant
   }
 }
 
-// Dequantises a row, which lies in staging, to the places of the lanes. All lanes call this.
-template <typename T, typename Weight>
-__device__ inline void dequantise_row_to_places(const WireFormat& format, const QuantisedSource& from, int64_t hidden,
-                                                T* own, Weight weight) {
-  const unsigned lanes = __ballot_sync(~0u, own != nullptr ? 1 : 0);
-  if (lanes == 0) return;
-  const bool is_aligned = hidden % kLaneElements == 0 && reinterpret_cast<uint64_t>(own) % sizeof(uint4) == 0;
-  if (__all_sync(~0u, is_aligned ? 1 : 0) != 0)
-    dequantise_row<T, true>(format, from, hidden, own, weight, lanes);
-  else
-    dequantise_row<T, false>(format, from, hidden, own, weight, lanes);
-}
-
 // Returns the number of a code of the format, without its scale.
 __device__ inline float decode_element(const WireFormat& format, uint32_t code) {
   if (format.elements == EPX_FLOAT8_E4M3) return formats::decode<formats::E4M3>(code);
@@ -426,24 +385,39 @@ __device__ __noinline__ float dot_row(const WireFormat format, const QuantisedSo
   return reduce_tree(acc);
 }
 
-// Copies the scales of a row to the places of the lanes. Those that are multiplied by a weight are float32. All lanes call
-// this.
+// Copies scales [first, first + count) of a row to the places of `lanes`, by words where all addresses allow it. Those that are
+// multiplied by a weight are float32. All lanes call this.
 template <typename Weight>
-__device__ __noinline__ void copy_scales_to_places(const QuantisedSource from, const ScaleLayout layout,
-                                                   const QuantisedPlace own, Weight weight) {
-  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
-  for (int64_t place = lane(); place - lane() < layout.num_scales; place += kWarp) { // the same in all lanes
-    const bool has_scale = place < layout.num_scales;
-    const uint32_t stored = has_scale ? load_scale(from.scales + place * layout.scale_bytes, layout.scale_bytes) : 0;
-    const int64_t offset = layout.place_offset(place);
+__device__ __noinline__ void copy_scales(const std::byte* from, int64_t first, int count, const ScaleLayout layout,
+                                         std::byte* own, unsigned lanes, Weight weight) {
+  const bool has_words =
+      layout.scale_bytes == 4 || (layout.layout != EPX_SCALES_COLUMNS && count % ScaleLayout::kPerWord == 0);
+  const bool is_aligned = (reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(own)) % 4 == 0;
+  const int bytes = has_words && __all_sync(~0u, is_aligned ? 1 : 0) != 0 ? 4 : 1; // of what is copied at a time
+  const int scales = bytes / layout.scale_bytes;
+  const int units = count / scales;
+#pragma unroll 1
+  for (int unit = lane(); unit - lane() < units; unit += kWarp) { // the same in all lanes
+    const bool has_unit = unit < units;
+    const uint32_t stored = has_unit ? load_scale(from + unit * bytes, bytes) : 0;
+    const int64_t offset = layout.place_offset(first + unit * scales);
+#pragma unroll 1
     for (unsigned left = lanes; left != 0; left &= left - 1) {
-      std::byte* const to = from_lane(own.scales, lowest_bit(left));
+      std::byte* const to = from_lane(own, lowest_bit(left));
       uint32_t scale = stored;
       if constexpr (!std::is_same_v<Weight, NoWeight>)
         scale = formats::bits_of(times_weight_of_lane(formats::float_of(stored), weight, lowest_bit(left)));
-      if (has_scale) store_scale(to + offset, layout.scale_bytes, scale);
+      if (has_unit) store_scale(to + offset, bytes, scale);
     }
   }
+}
+
+// Copies the scales of a row to the places of the lanes. All lanes call this.
+template <typename Weight>
+__device__ inline void copy_scales_to_places(const QuantisedSource& from, const ScaleLayout& layout,
+                                             const QuantisedPlace& own, Weight weight) {
+  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
+  copy_scales(from.scales, 0, static_cast<int>(layout.num_scales), layout, own.scales, lanes, weight);
   store_scale_fill(layout, lanes, own.scales);
   if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = from.row_scale;
 }

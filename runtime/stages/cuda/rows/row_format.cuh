@@ -13,6 +13,7 @@
 
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 #include "runtime/stages/cuda/rows/quantised_row.cuh"
+#include "runtime/stages/cuda/rows/ring_quantiser.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 #include "runtime/stages/stages.h"
@@ -72,7 +73,7 @@ public:
                                 std::byte* to) const {
     const QuantisedSource source = staged(from);
     if (tensors_.recv_scales == nullptr)
-      dequantise(source, to, NoWeight{});
+      dequantise(pipeline, source, to, NoWeight{});
     else
       begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to), NoWeight{});
   }
@@ -81,7 +82,7 @@ public:
                                          float weight) const {
     const QuantisedSource source = staged(from);
     if (tensors_.recv_scales == nullptr)
-      dequantise(source, to, PlaceWeight{weight});
+      dequantise(pipeline, source, to, PlaceWeight{weight});
     else
       begin_copy(pipeline, source, tensors_.recv_layout, received_place(index, to), PlaceWeight{weight});
   }
@@ -122,27 +123,27 @@ private:
           {from, tensors_.scales + token * scale_bytes, tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f},
           layout, to, NoWeight{});
     } else if (call_.dtype == EPX_FLOAT32) {
-      quantise_row_to_places<float>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+      begin_quantise_row<float>(pipeline, call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
     } else if (call_.dtype == EPX_FLOAT16) {
-      quantise_row_to_places<__half>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+      begin_quantise_row<__half>(pipeline, call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
     } else {
-      quantise_row_to_places<__nv_bfloat16>(call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
+      begin_quantise_row<__nv_bfloat16>(pipeline, call_.format, from, call_.hidden, tensors_.encode_scale, layout, to);
     }
   }
   template <typename Weight>
   __device__ void begin_copy(TmaRowPipeline& pipeline, const QuantisedSource& from, const ScaleLayout& layout,
                              const QuantisedPlace& to, Weight weight) const {
-    begin_copy_row_to_destinations(pipeline, from.row, call_.format.element_bytes(call_.hidden), to.row);
-    copy_scales_to_places(from, layout, to, weight);
+    begin_copy_row_to_destinations(pipeline, from.row, call_.format.element_bytes(call_.hidden), to.row,
+                                   [&] { copy_scales_to_places(from, layout, to, weight); });
   }
   template <typename Weight>
-  __device__ void dequantise(const QuantisedSource& from, std::byte* to, Weight weight) const {
+  __device__ void dequantise(TmaRowPipeline& pipeline, const QuantisedSource& from, std::byte* to, Weight weight) const {
     if (call_.recv_dtype == EPX_FLOAT32)
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<float*>(to), weight);
+      begin_dequantise_row<float>(pipeline, call_.format, from, call_.hidden, to, weight);
     else if (call_.recv_dtype == EPX_FLOAT16)
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__half*>(to), weight);
+      begin_dequantise_row<__half>(pipeline, call_.format, from, call_.hidden, to, weight);
     else
-      dequantise_row_to_places(call_.format, from, call_.hidden, reinterpret_cast<__nv_bfloat16*>(to), weight);
+      begin_dequantise_row<__nv_bfloat16>(pipeline, call_.format, from, call_.hidden, to, weight);
   }
 
   const MovementCall& call_;

@@ -110,15 +110,22 @@ __device__ __noinline__ inline void copy_unaligned_row_to_destinations(std::byte
                          [](const Fragment<Unit>& fragment) { return fragment; });
 }
 
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
 // Copies a row likewise, through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends
-// them.
+// them. meanwhile() runs, where there is a destination, while the first loads are in flight.
+template <typename Meanwhile = Nothing>
 __device__ inline void begin_copy_row_to_destinations(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
-                                                      std::byte* to) {
+                                                      std::byte* to, const Meanwhile& meanwhile = {}) {
   const uint64_t address_bits = reinterpret_cast<uint64_t>(to) | reinterpret_cast<uint64_t>(from);
-  if (__all_sync(~0u, is_unaligned(address_bits, bytes) ? 0 : 1) != 0)
-    pipeline.begin_copy_to_destinations(from, bytes, to);
-  else
+  if (__all_sync(~0u, is_unaligned(address_bits, bytes) ? 0 : 1) != 0) {
+    pipeline.begin_copy_to_destinations(from, bytes, to, meanwhile);
+  } else {
+    meanwhile();
     copy_unaligned_row_to_destinations(pipeline.stages(), from, bytes, to);
+  }
 }
 
 __device__ __noinline__ inline void zero_row(std::byte* to, int64_t bytes) {

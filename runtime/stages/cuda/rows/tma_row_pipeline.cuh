@@ -39,6 +39,22 @@ public:
   TmaRowPipeline(const TmaRowPipeline&) = delete;
   TmaRowPipeline& operator=(const TmaRowPipeline&) = delete;
 
+  // What a function that is not inlined takes by value instead of a reference, for which the pipeline would lie in memory. It
+  // makes a pipeline of it, and returns that one's state(), from which the caller's pipeline goes on.
+  struct State {
+    std::byte* stages;
+    LoadBarrier* barriers;
+    uint32_t phases;
+  };
+  __device__ explicit TmaRowPipeline(const State& state)
+      : stages_(in_register(state.stages)), barriers_(in_register(state.barriers)), phases_(state.phases) {}
+  __device__ State state() const {
+    return {stages_, barriers_, phases_};
+  }
+  __device__ void go_on_from(const State& state) {
+    phases_ = state.phases;
+  }
+
   // Returns the shared memory of the ring, 128 bytes aligned, as many bytes as the constructor was passed, once earlier stores
   // have read it: the warp may use it until it calls another function of this class. All lanes call this.
   __device__ std::byte* begin_generic() {
@@ -78,9 +94,39 @@ public:
     }
   }
 
+  // Begins to load `bytes` bytes of a row to `offset` in the ring, in pieces of `piece_bytes`, of which there are at most kStages.
+  // The loads come after what this warp has acquired. wait_for_piece() follows, once for each piece. All lanes call this.
+  __device__ void begin_fill(const std::byte* row, int64_t bytes, int offset, int piece_bytes) {
+    begin();
+    if (lane() != 0) return;
+#pragma unroll 1
+    for (int piece = 0; piece * piece_bytes < bytes; ++piece)
+      begin_load(stages_ + offset + piece * piece_bytes, row + piece * piece_bytes,
+                 static_cast<uint32_t>(min(int64_t{piece_bytes}, bytes - piece * piece_bytes)), barriers_ + piece);
+  }
+  // All lanes call this, and each sees the whole piece.
+  __device__ void wait_for_piece(int piece) {
+    wait_for_load(barriers_ + piece, next_phase(piece));
+  }
+  // Begins to store `bytes` bytes from `offset` in the ring on, which the lanes have stored there, to the addresses that `lanes`
+  // pass. finish() ends it. All lanes call this.
+  __device__ void begin_store_to_destinations(int offset, int64_t bytes, unsigned lanes, std::byte* to) const {
+    fence_shared_before_bulk_copies(); // in each lane: its generic stores come before the bulk copies (PTX, Async proxy), ...
+    __syncwarp();                      // ... which lane 0 begins
+#pragma unroll 1
+    for (unsigned left = lanes; left != 0; left &= left - 1) {
+      std::byte* const destination = from_lane(to, lowest_bit(left));
+      if (lane() == 0) begin_store(destination, stages_ + offset, static_cast<uint32_t>(bytes));
+    }
+    if (lane() == 0) end_store_group();
+  }
+
   // Begins a multi-destination copy of `bytes` bytes to the addresses that the lanes pass; a lane that passes NULL has none.
-  // finish() ends it. The copy comes after what this warp has acquired. All lanes call this.
-  __device__ void begin_copy_to_destinations(const std::byte* from, int64_t bytes, std::byte* to) {
+  // finish() ends it. The copy comes after what this warp has acquired. meanwhile() runs while the first loads are in flight. All
+  // lanes call this.
+  template <typename Meanwhile>
+  __device__ void begin_copy_to_destinations(const std::byte* from, int64_t bytes, std::byte* to,
+                                             const Meanwhile& meanwhile) {
     const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
     if (lanes == 0) return;
     begin();
@@ -88,6 +134,7 @@ public:
 #pragma unroll 1
       for (int half = 0; half < 2 && half * kHalfBytes < bytes; ++half)
         load_half(half, from, half * kHalfBytes, bytes);
+    meanwhile();
     int half = 0;
 #pragma unroll 1
     for (int64_t offset = 0; offset < bytes; offset += kHalfBytes, half ^= 1) {

@@ -1,0 +1,514 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warp quantises and dequantises a row that lies in the ring of its TmaRowPipeline, and bulk copies take it to its places. So a
+// row is in flight without registers, each of its blocks has its scale computed once, and a place costs the warp a few
+// instructions. Rows are aligned to vectors here; quantised_row.cuh has the form for others.
+//
+// A part of the row, at most kStages stages of elements, is in the ring at a time. It is quantised in place: codes take at most
+// half of the room of elements, so those of a stage, behind the scales, end before the first stage that is still to be read.
+//
+//   ring, before   | elements of stage 0 | of stage 1 | ...
+//   ring, after    | scales | codes of stage 0 | of stage 1 | ...
+//
+// Lane l has the vectors l, 32 + l, ... of a stage. A block lies in kLanes neighbouring lanes, which find its amax together. As
+// many vectors as a block has lanes make a group: each lane keeps the amax of one block of it, and computes the scale of that.
+#pragma once
+
+#include "runtime/stages/cuda/rows/quantised_row.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+
+namespace epx::cuda {
+
+// A lane's vector of elements.
+template <typename T>
+struct RingVector {
+  static constexpr int kBytes = 16;
+  static constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  static constexpr int kOfStage = TmaRowPipeline::kStageBytes / (kBytes * kWarp); // vectors that a lane has of a stage
+  static constexpr bool kHasHalves = sizeof(T) == 2;
+  static constexpr uint32_t kInfinity = std::is_same_v<T, float>    ? formats::kInfinityBits
+                                        : std::is_same_v<T, __half> ? 0x7c00
+                                                                    : formats::kInfinityBits >> 16;
+  uint32_t words[kBytes / 4];
+
+  __device__ void load(const std::byte* from) {
+    const uint4 vector = *reinterpret_cast<const uint4*>(from);
+    memcpy(words, &vector, sizeof(vector));
+  }
+  __device__ void store(std::byte* to) const {
+    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+  }
+  __device__ void unpack(float (&x)[kElements]) const {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i)
+      unpack_word<T>(words[i], x + i * kElementsPerWord<T>);
+  }
+  __device__ void pack(const float (&x)[kElements]) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i)
+      words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
+  }
+
+  // A magnitude is the bits of an element without its sign: numbers that ascend like the bits do.
+  __device__ static uint32_t max_of_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(a, b);
+#else
+    return max(a & 0xffff0000u, b & 0xffff0000u) | max(a & 0xffffu, b & 0xffffu);
+#endif
+  }
+  // Returns the largest magnitude.
+  __device__ uint32_t amax() const {
+    if constexpr (kHasHalves) {
+      uint32_t halves = 0;
+#pragma unroll
+      for (uint32_t word : words)
+        halves = max_of_halves(halves, word & 0x7fff7fffu);
+      return max(halves >> 16, halves & 0xffff);
+    } else {
+      uint32_t magnitude = 0;
+#pragma unroll
+      for (uint32_t word : words)
+        magnitude = max(magnitude, word & formats::kMagnitudeBits);
+      return magnitude;
+    }
+  }
+  __device__ static float value_of(uint32_t magnitude) {
+    if constexpr (std::is_same_v<T, __half>) {
+      float x[2];
+      unpack_word<__half>(magnitude, x);
+      return x[0];
+    } else {
+      return formats::float_of(kHasHalves ? magnitude << 16 : magnitude);
+    }
+  }
+};
+
+// Not inlined: a lane calls it for a few of its blocks.
+__device__ __noinline__ inline formats::BlockScale<float> scale_of_block(const WireFormat format, float amax,
+                                                                         float encode_scale) {
+  return formats::scale_block(format, amax, true, encode_scale);
+}
+
+// A row of elements T, in blocks of kBlock, and its codes of `Type`.
+template <typename T, typename Type, int kBlock>
+class RingRow {
+  using Vector = RingVector<T>;
+
+  static constexpr int kStages = TmaRowPipeline::kStages;
+  static constexpr int kStageBytes = TmaRowPipeline::kStageBytes;
+  static constexpr int kStageElements = kStageBytes / static_cast<int>(sizeof(T));
+  static constexpr int64_t kPartElements = kStages * kStageElements;
+  static constexpr int kCodesOfVector = Vector::kElements * Type::kBits / 8; // bytes
+  static constexpr int kCodesOfStage = kStageElements * Type::kBits / 8;     // bytes
+  static constexpr int kVectors = Vector::kOfStage;
+
+  static constexpr int kLanes = kBlock / Vector::kElements; // of a block
+  static constexpr int kBlocksOfVectors = kWarp / kLanes;   // that a vector of each lane has
+  static constexpr int kGroupVectors = kLanes > kVectors ? kLanes : kVectors;
+  static constexpr int kGroupStages = kGroupVectors / kVectors;
+  static constexpr int kKept = kGroupVectors / kLanes; // blocks of a group that a lane has the scales of
+
+  static constexpr int kScalesBytes = 512; // before the codes
+  static constexpr int kMaxScaleBytes = kBlock == 128 ? 4 : 1;
+  static constexpr int kGroups = (kStages + kGroupStages - 1) / kGroupStages;
+  static_assert(kGroups * kGroupVectors * kBlocksOfVectors * kMaxScaleBytes <= kScalesBytes);
+  static_assert(kScalesBytes + kCodesOfStage <= kStageBytes && 2 * kCodesOfStage <= kStageBytes);
+  static_assert(kPartElements % (ScaleLayout::kPerWord * kBlock) == 0);
+
+public:
+  // Quantises the row to the places of `lanes`, as quantise_row() does. Returns false where an element is not finite: then the
+  // places have anything, and nothing waits for a piece. The caller passes encode_scale for NV alone.
+  __device__ static bool quantise(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row, int64_t hidden,
+                                  const float* given_encode_scale, const ScaleLayout& layout, const QuantisedPlace& own,
+                                  unsigned lanes) {
+    RingRow part{pipeline.stages(), format};
+    part.dequantises_ = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
+    bool is_filled = false, is_finite = true;
+    if (given_encode_scale != nullptr) {
+      part.encode_scale_ = *given_encode_scale;
+    } else if (format.has_row_scale()) {
+      if (!find_encode_scale(pipeline, row, hidden, part.encode_scale_)) return false;
+      is_filled = hidden <= kPartElements;
+    }
+    part.row_scale_ = formats::nv_row_scale(part.encode_scale_);
+#pragma unroll 1
+    for (int64_t first = 0; first < hidden; first += kPartElements) {
+      part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
+      if (!is_filled) pipeline.begin_fill(row + first * static_cast<int64_t>(sizeof(T)), part.bytes(), 0, kStageBytes);
+#pragma unroll 1
+      for (int stage = 0; stage * kStageElements < part.elements_; stage += kGroupStages)
+        is_finite &= part.quantise_group(stage, [&](int loaded) {
+          if (!is_filled) pipeline.wait_for_piece(loaded);
+        });
+      if (!is_finite) return false;
+      if (part.dequantises_) {
+        pipeline.begin_store_to_destinations(0, part.bytes(), lanes, own.row + first * static_cast<int64_t>(sizeof(T)));
+        continue;
+      }
+      pipeline.begin_store_to_destinations(kScalesBytes, part.elements_ * Type::kBits / 8, lanes,
+                                           own.row + first * Type::kBits / 8);
+      const int scales = (part.elements_ + kBlock - 1) / kBlock; // and the fill, which lies behind them
+      copy_scales(pipeline.stages(), first / kBlock,
+                  layout.has_fill() ? (scales + ScaleLayout::kPerWord - 1) / ScaleLayout::kPerWord * ScaleLayout::kPerWord
+                                    : scales,
+                  layout, own.scales, lanes, NoWeight{});
+    }
+    if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = part.row_scale_;
+    return true;
+  }
+
+  // Dequantises a row in staging to the places of `lanes`. The codes of a part lie at the end of the ring, where each stage of
+  // elements ends before the codes that are still to be read.
+  __device__ static void dequantise(TmaRowPipeline& pipeline, const WireFormat& format, const QuantisedSource& from,
+                                    int64_t hidden, std::byte* own, unsigned lanes) {
+    constexpr int kCodesOffset = kStages * (kStageBytes - kCodesOfStage);
+    RingRow part{pipeline.stages(), format};
+    part.row_scale_ = from.row_scale;
+#pragma unroll 1
+    for (int64_t first = 0; first < hidden; first += kPartElements) {
+      part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
+      pipeline.begin_fill(from.row + first * Type::kBits / 8, part.elements_ * Type::kBits / 8, kCodesOffset,
+                          kCodesOfStage);
+#pragma unroll 1
+      for (int stage = 0; stage * kStageElements < part.elements_; stage += kGroupStages)
+        part.dequantise_group(stage, kCodesOffset, from.scales + first / kBlock * scale_bytes_of(format),
+                              [&](int loaded) { pipeline.wait_for_piece(loaded); });
+      pipeline.begin_store_to_destinations(0, part.bytes(), lanes, own + first * static_cast<int64_t>(sizeof(T)));
+    }
+  }
+
+private:
+  __device__ RingRow(std::byte* ring, const WireFormat& format) : ring_(ring), format_(format) {}
+
+  __device__ static int scale_bytes_of(const WireFormat& format) {
+    return static_cast<int>(single_element_bytes(format.scales));
+  }
+  __device__ int64_t bytes() const {
+    return elements_ * static_cast<int64_t>(sizeof(T));
+  }
+  // Of the vector that this lane has of a stage, in the ring.
+  __device__ static int vector_of(int stage, int i) {
+    return (stage * kVectors + i) * kWarp + lane();
+  }
+  __device__ bool has_vector(int stage, int i) const {
+    return vector_of(stage, i) * Vector::kElements < elements_;
+  }
+  __device__ void load(int stage, Vector (&vectors)[kVectors]) const {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      vectors[i].load(ring_ + vector_of(stage, i) * Vector::kBytes);
+  }
+  // The lane that keeps what belongs to the block of this lane's vector i of a stage, and its index there.
+  __device__ static int keeper_of(int stage_of_group, int i) {
+    return (lane() & ~(kLanes - 1)) | ((stage_of_group * kVectors + i) & (kLanes - 1));
+  }
+  static constexpr int kept_of(int i) {
+    return kKept == 1 ? 0 : i / kLanes;
+  }
+  // The block, in the part, that this lane keeps the scale of.
+  __device__ static int kept_block(int first_stage, int kept) {
+    const int vector = first_stage * kVectors + kept * kLanes + (lane() & (kLanes - 1));
+    return vector * kBlocksOfVectors + lane() / kLanes;
+  }
+  __device__ bool has_block(int block) const {
+    return block * kBlock < elements_;
+  }
+
+  // Returns the largest magnitude of the blocks of a lane's vectors, in all lanes of each block.
+  __device__ static void amax_of_blocks(uint32_t (&amax)[kVectors]) {
+    if constexpr (Vector::kHasHalves) {
+#pragma unroll
+      for (int i = 0; i < kVectors; i += 2) {
+        uint32_t two = amax[i] | amax[i + 1] << 16;
+#pragma unroll
+        for (int distance = 1; distance < kLanes; distance *= 2)
+          two = Vector::max_of_halves(two, __shfl_xor_sync(~0u, two, distance));
+        amax[i] = two & 0xffff;
+        amax[i + 1] = two >> 16;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t& magnitude : amax)
+#pragma unroll
+        for (int distance = 1; distance < kLanes; distance *= 2)
+          magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, distance));
+    }
+  }
+  // The largest magnitudes of a lane's vectors of a stage; returns whether no lane has an element that is not finite.
+  __device__ bool amax_of_vectors(const Vector (&vectors)[kVectors], int stage, uint32_t (&amax)[kVectors]) const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      amax[i] = has_vector(stage, i) ? vectors[i].amax() : 0;
+      largest = max(largest, amax[i]);
+    }
+    return __any_sync(~0u, largest >= Vector::kInfinity ? 1 : 0) == 0;
+  }
+
+  // Computes e of a row of NV. A row of one part is in the ring afterwards. Returns false where an element is not finite.
+  __device__ static bool find_encode_scale(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden,
+                                           float& encode_scale) {
+    RingRow part{pipeline.stages(), {}};
+    uint32_t row_amax = 0;
+    bool is_finite = true;
+#pragma unroll 1
+    for (int64_t first = 0; first < hidden; first += kPartElements) {
+      part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
+      pipeline.begin_fill(row + first * static_cast<int64_t>(sizeof(T)), part.bytes(), 0, kStageBytes);
+#pragma unroll 1
+      for (int stage = 0; stage * kStageElements < part.elements_; ++stage) {
+        pipeline.wait_for_piece(stage);
+        Vector vectors[kVectors];
+        part.load(stage, vectors);
+        uint32_t amax[kVectors];
+        is_finite &= part.amax_of_vectors(vectors, stage, amax);
+#pragma unroll
+        for (uint32_t magnitude : amax)
+          row_amax = max(row_amax, magnitude);
+      }
+    }
+    encode_scale = formats::nv_encode_scale(Vector::value_of(__reduce_max_sync(~0u, row_amax)));
+    return is_finite;
+  }
+
+  // Returns whether all elements are finite.
+  template <typename WaitForStage>
+  __device__ bool quantise_group(int first_stage, const WaitForStage& wait_for_stage) const {
+    const int stages = min(kGroupStages, (elements_ + kStageElements - 1) / kStageElements - first_stage);
+    uint32_t kept_amax[kKept] = {};
+    bool is_finite = true;
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      const int stage = first_stage + i;
+      wait_for_stage(stage);
+      Vector vectors[kVectors];
+      load(stage, vectors);
+      uint32_t amax[kVectors];
+      is_finite &= amax_of_vectors(vectors, stage, amax);
+      amax_of_blocks(amax);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v)
+        if (keeper_of(i, v) == lane()) kept_amax[kept_of(v)] = amax[v];
+    }
+    float multipliers[kKept], values[kKept];
+    uint32_t stored[kKept];
+#pragma unroll
+    for (int kept = 0; kept < kKept; ++kept) {
+      const formats::BlockScale<float> scale = scale_of_block(format_, Vector::value_of(kept_amax[kept]), encode_scale_);
+      multipliers[kept] = scale.multiplier;
+      stored[kept] = scale.stored;
+      values[kept] = formats::scale_value(format_.scales, scale.stored, row_scale_);
+    }
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      const int stage = first_stage + i;
+      Vector vectors[kVectors];
+      load(stage, vectors);
+      __syncwarp(); // all lanes have read the stage, where codes are stored next
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int keeper = keeper_of(i, v);
+        const float multiplier = from_lane(multipliers[kept_of(v)], keeper);
+        float x[Vector::kElements];
+        vectors[v].unpack(x);
+        const Codes codes = encode(x, multiplier);
+        if (!dequantises_) {
+          store_codes(ring_ + kScalesBytes + vector_of(stage, v) * kCodesOfVector, codes);
+          continue;
+        }
+        decode(codes, from_lane(values[kept_of(v)], keeper), x);
+        vectors[v].pack(x);
+        vectors[v].store(ring_ + vector_of(stage, v) * Vector::kBytes);
+      }
+    }
+    if (dequantises_) return is_finite;
+#pragma unroll
+    for (int kept = 0; kept < kKept; ++kept) {
+      const int block = kept_block(first_stage, kept);
+      const int scale_bytes = scale_bytes_of(format_);
+      store_scale(ring_ + block * scale_bytes, scale_bytes, has_block(block) ? stored[kept] : 0);
+    }
+    return is_finite;
+  }
+
+  template <typename WaitForStage>
+  __device__ void dequantise_group(int first_stage, int codes_offset, const std::byte* scales,
+                                   const WaitForStage& wait_for_stage) const {
+    const int stages = min(kGroupStages, (elements_ + kStageElements - 1) / kStageElements - first_stage);
+    float values[kKept];
+#pragma unroll
+    for (int kept = 0; kept < kKept; ++kept) {
+      const int block = kept_block(first_stage, kept);
+      const int scale_bytes = scale_bytes_of(format_);
+      values[kept] =
+          has_block(block)
+              ? formats::scale_value(format_.scales, load_scale(scales + block * scale_bytes, scale_bytes), row_scale_)
+              : 0.0f;
+    }
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) {
+      const int stage = first_stage + i;
+      wait_for_stage(stage);
+      Codes codes[kVectors];
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v)
+        codes[v] = load_codes(ring_ + codes_offset + vector_of(stage, v) * kCodesOfVector);
+      __syncwarp(); // all lanes have read the codes, over which elements are stored next
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        float x[Vector::kElements];
+        decode(codes[v], from_lane(values[kept_of(v)], keeper_of(i, v)), x);
+        Vector vector;
+        vector.pack(x);
+        vector.store(ring_ + vector_of(stage, v) * Vector::kBytes);
+      }
+    }
+  }
+
+  // The codes of a vector.
+  struct Codes {
+    uint32_t words[2];
+  };
+  __device__ static Codes encode(const float (&x)[Vector::kElements], float multiplier) {
+    Codes codes{};
+    if constexpr (Type::kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < Vector::kElements; i += 4)
+        codes.words[i / 4] = encode_four<Type>(x + i, multiplier, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < Vector::kElements; ++i)
+        codes.words[0] |= formats::encode_saturating<Type>(x[i] * multiplier) << (4 * i);
+      if (multiplier == 0.0f) codes.words[0] = 0;
+    }
+    return codes;
+  }
+  __device__ static void decode(const Codes& codes, float scale, float (&x)[Vector::kElements]) {
+    if constexpr (Type::kBits == 8) {
+#pragma unroll
+      for (int i = 0; i < Vector::kElements; i += 2) {
+        const float2 two = decode_two<Type>(codes.words[i / 4] >> (8 * (i % 4)) & 0xffff);
+        x[i] = two.x * scale;
+        x[i + 1] = two.y * scale;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < Vector::kElements; ++i)
+        x[i] = formats::decode<Type>(codes.words[0] >> (4 * i)) * scale;
+    }
+  }
+  __device__ static void store_codes(std::byte* to, const Codes& codes) {
+    if constexpr (kCodesOfVector == 8)
+      *reinterpret_cast<uint2*>(to) = uint2{codes.words[0], codes.words[1]};
+    else if constexpr (kCodesOfVector == 4)
+      *reinterpret_cast<uint32_t*>(to) = codes.words[0];
+    else
+      *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(codes.words[0]);
+  }
+  __device__ static Codes load_codes(const std::byte* from) {
+    if constexpr (kCodesOfVector == 8) {
+      const uint2 words = *reinterpret_cast<const uint2*>(from);
+      return {{words.x, words.y}};
+    } else if constexpr (kCodesOfVector == 4) {
+      return {{*reinterpret_cast<const uint32_t*>(from), 0}};
+    } else {
+      return {{*reinterpret_cast<const uint16_t*>(from), 0}};
+    }
+  }
+
+  std::byte* ring_;
+  WireFormat format_;
+  int elements_ = 0;          // of the part
+  bool dequantises_ = false;  // the elements, as a peer would get them, instead of codes
+  float encode_scale_ = 1.0f; // of NV
+  float row_scale_ = 1.0f;    // of NV
+};
+
+struct RingOutcome {
+  TmaRowPipeline::State ring;
+  bool is_done;
+};
+template <typename Row>
+__device__ __noinline__ RingOutcome quantise_in_ring(const TmaRowPipeline::State ring, const WireFormat format,
+                                                     const std::byte* row, int64_t hidden, const float* encode_scale,
+                                                     const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
+  TmaRowPipeline pipeline(ring);
+  const bool is_done = Row::quantise(pipeline, format, row, hidden, encode_scale, layout, own, lanes);
+  return {pipeline.state(), is_done};
+}
+template <typename Row>
+__device__ __noinline__ TmaRowPipeline::State dequantise_in_ring(const TmaRowPipeline::State ring, const WireFormat format,
+                                                                 const QuantisedSource from, int64_t hidden, std::byte* own,
+                                                                 unsigned lanes) {
+  TmaRowPipeline pipeline(ring);
+  Row::dequantise(pipeline, format, from, hidden, own, lanes);
+  return pipeline.state();
+}
+
+// Calls take(std::type_identity<Row>()) with the RingRow of the format.
+template <typename T, typename Take>
+__device__ __forceinline__ void with_ring_row(const WireFormat& format, const Take& take) {
+  if (format.scaling == EPX_SCALING_NV)
+    take(std::type_identity<RingRow<T, formats::E2M1, 16>>());
+  else if (format.scaling != EPX_SCALING_MX)
+    take(std::type_identity<RingRow<T, formats::E4M3, 128>>());
+  else if (format.elements == EPX_FLOAT8_E5M2)
+    take(std::type_identity<RingRow<T, formats::E5M2, 32>>());
+  else
+    take(std::type_identity<RingRow<T, formats::E4M3, 32>>());
+}
+
+// Returns whether all rows, whose addresses are OR-ed together, can go through the ring.
+__device__ inline bool fits_ring(const WireFormat& format, int64_t hidden, uint64_t address_bits) {
+  constexpr int64_t kBytes = 16; // of vectors and of bulk copies
+  const bool is_aligned = hidden % (kBytes * elements_per_byte(format.elements)) == 0 && address_bits % kBytes == 0;
+  return __all_sync(~0u, is_aligned ? 1 : 0) != 0;
+}
+
+// Begins to quantise a row to the places of the lanes. Where those have no scales, the row is dequantised again, to what a peer
+// would make of it. pipeline.finish() ends it. All lanes call this.
+template <typename T>
+__device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row,
+                                          int64_t hidden, const float* encode_scale, const ScaleLayout& layout,
+                                          const QuantisedPlace& own) {
+  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  bool is_done = false;
+  if (fits_ring(format, hidden, reinterpret_cast<uint64_t>(row) | reinterpret_cast<uint64_t>(own.row)))
+    with_ring_row<T>(format, [&](auto of) {
+      const RingOutcome outcome = quantise_in_ring<typename decltype(of)::type>(pipeline.state(), format, row, hidden,
+                                                                                encode_scale, layout, own, lanes);
+      pipeline.go_on_from(outcome.ring);
+      is_done = outcome.is_done;
+    });
+  if (is_done) return;
+  pipeline.finish(); // what the ring has stored of a row comes first
+  quantise_row(format, reinterpret_cast<const T*>(row), hidden, encode_scale, layout, own, lanes);
+}
+
+// Begins to dequantise a row, which lies in staging, to the places of the lanes, each time its weight. pipeline.finish() ends
+// it. All lanes call this.
+template <typename T, typename Weight>
+__device__ inline void begin_dequantise_row(TmaRowPipeline& pipeline, const WireFormat& format, const QuantisedSource& from,
+                                            int64_t hidden, std::byte* own, Weight weight) {
+  const unsigned lanes = __ballot_sync(~0u, own != nullptr ? 1 : 0);
+  if (lanes == 0) return;
+  const uint64_t address_bits = reinterpret_cast<uint64_t>(from.row) | reinterpret_cast<uint64_t>(own);
+  const bool is_aligned = fits_ring(format, hidden, address_bits);
+  if constexpr (std::is_same_v<Weight, NoWeight>) {
+    if (is_aligned) {
+      with_ring_row<T>(format, [&](auto of) {
+        pipeline.go_on_from(
+            dequantise_in_ring<typename decltype(of)::type>(pipeline.state(), format, from, hidden, own, lanes));
+      });
+      return;
+    }
+    dequantise_row<T, false>(format, from, hidden, reinterpret_cast<T*>(own), weight, lanes);
+  } else if (is_aligned) {
+    dequantise_row<T, true>(format, from, hidden, reinterpret_cast<T*>(own), weight, lanes);
+  } else {
+    dequantise_row<T, false>(format, from, hidden, reinterpret_cast<T*>(own), weight, lanes);
+  }
+}
+
+} // namespace epx::cuda
