@@ -332,6 +332,17 @@ std::byte* ArgumentChecker::recv_scales() {
          static_cast<int>(format_->scale_layout));
 }
 
+int64_t ArgumentChecker::zone_stride(int64_t stride) const {
+  const GroupShape& shape = context_.shape;
+  const int64_t zones = (shape.num_experts + shape.num_ranks - 1) / shape.num_ranks; // of the rank that has the most
+  if (stride < 0 || stride > shape.max_recv_tokens / zones)
+    refuse("zone_stride is {}; it must be 0..{}, since {} zones of it have to fit max_recv_tokens_per_rank, {}", stride,
+           shape.max_recv_tokens / zones, zones, shape.max_recv_tokens);
+  if (stride % call_.alignment != 0)
+    refuse("zone_stride is {}; it must be a multiple of layer.alignment, {}", stride, call_.alignment);
+  return stride;
+}
+
 void ArgumentChecker::both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const {
   if ((given_a == nullptr) != (given_b == nullptr))
     refuse("{} is {} and {} is {}; give both or neither", a, given_a == nullptr ? "NULL" : "given", b,

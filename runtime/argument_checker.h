@@ -101,7 +101,8 @@ public:
   FormatTensors format_tensors();
   void sidecars(const epx_tensor& tokens, const epx_tensor& recv_tokens); // of dispatch
   void both_or_neither(const char* a, const void* given_a, const char* b, const void* given_b) const;
-  void rank_major_staging() const; // behind the tensor that has M: rows pass through staging whose size is R
+  int64_t zone_stride(int64_t stride) const; // of prepare
+  void rank_major_staging() const;           // behind the tensor that has M: rows pass through staging whose size is R
   void rank_major_sums() const;
 
   // Checks, behind all tensors, that no output overlaps any other one.

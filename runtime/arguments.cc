@@ -21,6 +21,7 @@ PrepareCall plan_tensors(ArgumentChecker& checker, const ArgsStruct& args) {
   call.info = checker.optional_out<int64_t>("info", args.info, Type::int64, {Dim::number_5});
   call.slot = checker.optional_out<int32_t>("slot", args.slot, Type::int32, {Dim::T, Dim::K});
   call.slot_origin = checker.optional_out<int32_t>("slot_origin", args.slot_origin, Type::int32, {Dim::R, Dim::number_3});
+  call.zone_stride = checker.zone_stride(args.zone_stride);
   const MovementCall common = checker.movement();
   call.stream = common.stream;
   call.top_k = common.top_k;

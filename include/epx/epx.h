@@ -487,7 +487,8 @@ typedef enum epx_phase EPX_ENUM_INT32 {
 /** Kinds of recoverable errors. */
 typedef enum epx_event_kind EPX_ENUM_INT32 {
   EPX_EVENT_BAD_INDEX = 0, /**< a topk_idx entry < -1 or >= E; the route was treated as masked */
-  EPX_EVENT_OVERFLOW = 1,  /**< routes to this rank exceeded R (overflow policy ERROR); they were dropped */
+  /** Routes to this rank exceeded R, or those to an expert the zone_stride (overflow policy ERROR); they were dropped. */
+  EPX_EVENT_OVERFLOW = 1,
   /** N was smaller than offsets[E_l] of the handle; routes beyond N were dropped. Each call reports it that passes such
    * an N. In dispatch_rank_major: a rank had more than M tokens for this one; the routes of the others were dropped. */
   EPX_EVENT_TOO_FEW_ROWS = 2,
@@ -757,10 +758,18 @@ typedef struct epx_prepare_args {
   const epx_tensor* slot; /**< [out, optional] [T, K] INT32: slot on its expert's rank; -1 where masked or dropped */
   /** [out, optional] [R, 3] INT32: (source rank, token, k) of each slot; -1 for pads and unused slots. */
   const epx_tensor* slot_origin;
+  /* After 0.1: */
+  /** [optional] Z, rows from one zone to the next: a multiple of the alignment, the same on all ranks, E_l * Z <= R for the
+   * largest E_l; 0: a zone begins where the one before it ends. */
+  int64_t zone_stride;
 } epx_prepare_args;
 
 /** Turns top-k indices into a plan. Inside a zone, slots are ordered by (source rank, token, k), on every transport; the
- * first floor(R / a) * a slots exist, routes beyond them are dropped. */
+ * first floor(R / a) * a slots exist, routes beyond them are dropped.
+ *
+ * With a zone_stride Z the zone of local expert e begins at slot e * Z. Receive tensors are [E_l, Z, H] with counts, as
+ * masked grouped products take them; N = E_l * Z. An expert's routes beyond Z are dropped: info and EPX_EVENT_OVERFLOW tell.
+ * Pads are the rows from counts[e] to the next multiple of the alignment a; the zone's rows behind them are not touched. */
 EPX_API epx_status epx_prepare(epx_group group, const epx_prepare_args* args);
 
 /** What dispatch does to the pad rows of its zones. */
@@ -816,6 +825,7 @@ typedef struct epx_prepare_dispatch_args {
   epx_pads pads;                  /**< of this rank's zones; ranks may differ */
   int32_t reserved0;              /**< 0 */
   const epx_row_format* format;   /**< [optional] in which the rows travel; NULL: as they are */
+  int64_t zone_stride;            /**< [optional] as in epx_prepare_args */
 } epx_prepare_dispatch_args;
 
 /** What epx_prepare() and then epx_dispatch() with its handle memory do, as one call with one sequence number. The handle

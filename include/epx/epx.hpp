@@ -424,6 +424,7 @@ struct PrepareArgs {
   Tensor info = {};
   Tensor slot = {};
   Tensor slot_origin = {};
+  int64_t zone_stride = 0;
 };
 
 struct DispatchArgs {
@@ -455,6 +456,7 @@ struct PrepareDispatchArgs {
   Tensor recv_weights = {}; // iff topk_weights is given
   epx_pads pads = EPX_PADS_ZERO;
   RowFormat format = {}; // optional
+  int64_t zone_stride = 0;
 };
 
 struct CombineArgs {
@@ -651,6 +653,7 @@ public:
     call.info = args.info.get();
     call.slot = args.slot.get();
     call.slot_origin = args.slot_origin.get();
+    call.zone_stride = args.zone_stride;
     require_success(epx_prepare(group_, &call), "epx_prepare");
   }
 
@@ -682,6 +685,7 @@ public:
     call.pads = args.pads;
     const epx_row_format format = args.format.get();
     if (args.format) call.format = &format;
+    call.zone_stride = args.zone_stride;
     require_success(epx_prepare_dispatch(group_, &call), "epx_prepare_dispatch");
   }
 

@@ -315,13 +315,14 @@ _PLAN, _ROWS, _MORE = (
     "tokens topk_weights recv_tokens recv_weights",
     [("pads", c_int32), ("reserved0", c_int32), *_FORMAT],
 )
+_ZONES = [("zone_stride", c_int64)]
 _GRADS = "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
 CALLS = {
     name: _call(name, *fields)
     for name, *fields in (
-        ("prepare", _PLAN),
+        ("prepare", _PLAN, _ZONES),
         ("dispatch", _ROWS, _MORE),
-        ("prepare_dispatch", f"{_PLAN} {_ROWS}", _MORE),
+        ("prepare_dispatch", f"{_PLAN} {_ROWS}", _MORE + _ZONES),
         ("combine", "expert_out recv_weights out", _FORMAT),
         ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights", _FORMAT),
         ("dispatch_bwd", _GRADS, _FORMAT),

@@ -175,17 +175,21 @@ class Group(GroupBase):
             size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
         return size
 
-    def prepare(self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False) -> Plan:
+    def prepare(
+        self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False, zone_stride=0
+    ) -> Plan:
         """Turns top-k indices into a plan. Collective.
 
         topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
         alignment: rows that zones are padded to.  counts_dtype: int32 or int64, of counts, offsets and global_counts.
+        zone_stride: rows from one zone to the next, a multiple of alignment, the same on all ranks; routes to an expert beyond
+        it are dropped. 0: a zone begins where the one before it ends.
         Returns a Plan.
         """
         self.require_host()
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         plan, outputs = self._new_plan(*topk_idx.shape, alignment, counts_dtype, with_slot, with_slot_origin)
-        self._call("prepare", plan, indices, *outputs)
+        self._call("prepare", plan, indices, *outputs, more=(count("zone_stride", zone_stride),))
         return read_only(plan)
 
     def dispatch(
@@ -226,6 +230,7 @@ class Group(GroupBase):
         pads="zero",
         sidecar=None,
         format=None,
+        zone_stride=0,
     ) -> tuple:
         """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
@@ -239,7 +244,8 @@ class Group(GroupBase):
         is_sized = num_rows is not None or recv_tokens is not None
         rows = num_rows if is_sized else self.max_recv_tokens_per_rank
         views, moved, weights = self._dispatch_tensors(plan, tokens, topk_weights, rows, recv_tokens, sidecar, format)
-        self._call("prepare_dispatch", plan, indices, *outputs, *views, more=(member(Pads, pads, "pads"), 0, moved.format))
+        more = member(Pads, pads, "pads"), 0, moved.format, count("zone_stride", zone_stride)
+        self._call("prepare_dispatch", plan, indices, *outputs, *views, more=more)
         if is_sized:
             return read_only(plan), *_received(moved.recv_tokens, weights, moved.recv_sidecar)
         used = [None if array is None else array[: plan.num_rows] for array in (weights, moved.recv_sidecar)]

@@ -46,16 +46,19 @@ struct HandleLimits {
   constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
   constexpr int k(int32_t k) const { return clamp(k, top_k); }
 
-  // A zone's slots are these: its rows come first, then its pads.
+  // A zone's slots are these: its rows come first, then its pads. Others may follow up to the next zone.
   struct Zone {
     int64_t begin, end_of_rows, end;
   };
   // `from` is the end of the zone before this one, which this one does not overlap; callers to whom that does not matter pass
   // 0.
-  constexpr Zone zone(const int32_t* zone_begin, const int32_t* zone_rows, int local_expert, int64_t from) const {
+  constexpr Zone zone(const int32_t* zone_begin, const int32_t* rows_of_zones, int local_expert, int64_t from,
+                      int alignment) const {
     const int64_t begin = between(zone_begin[local_expert], from);
-    const int64_t end_of_rows = between(begin + zone_rows[local_expert], begin);
-    return {begin, end_of_rows, between(zone_begin[local_expert + 1], end_of_rows)};
+    const int64_t end_of_rows = between(begin + rows_of_zones[local_expert], begin);
+    const int64_t end_of_pads = begin + zone_rows(end_of_rows - begin, alignment);
+    const int64_t end = between(zone_begin[local_expert + 1], end_of_rows);
+    return {begin, end_of_rows, end_of_pads < end ? end_of_pads : end};
   }
 
 private:

@@ -120,7 +120,7 @@ struct HandleView {
   Ptr<HandleHeader> header;
   Ptr<Route> routes;
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
-  Ptr<int32_t> zone_rows;  // kept routes of each zone; the rest up to the next zone are pads
+  Ptr<int32_t> zone_rows;  // kept routes of each zone; pads follow, up to the alignment
   Ptr<SlotRecord> slot_records;
   Ptr<int32_t> source_rows; // rank-major: kept rows of each source rank [P]; in the place of first_slots
   Ptr<int32_t> first_slots; // first slot here of each source's tokens; -1: none. Only kernels write and read it

@@ -17,7 +17,8 @@ namespace epx {
 struct AgreedFields {
   int32_t operation;
   int32_t top_k;
-  int32_t alignment; // effective
+  int32_t alignment;       // effective
+  int32_t zone_stride = 0; // of prepare
   // Of a movement, as in CallDescriptor; 0 in prepare.
   int32_t hidden = 0;
   int32_t dtype = 0;
@@ -29,14 +30,21 @@ struct AgreedFields {
 };
 // Between the two forms of these fields. Groups of several nodes have no row formats.
 constexpr AgreedFields agreed_fields(const CallDescriptor& call, bool has_fixed_sizes) {
-  return {call.operation, call.top_k,   call.alignment,     call.hidden,
-          call.dtype,     call.weights, call.sidecar_bytes, has_fixed_sizes ? 1 : 0};
+  return {.operation = call.operation,
+          .top_k = call.top_k,
+          .alignment = call.alignment,
+          .hidden = call.hidden,
+          .dtype = call.dtype,
+          .weights = call.weights,
+          .sidecar_bytes = call.sidecar_bytes,
+          .has_fixed_sizes = has_fixed_sizes ? 1 : 0};
 }
 constexpr CallDescriptor descriptor_with(const AgreedFields& fields) {
   CallDescriptor call{};
   call.operation = static_cast<uint8_t>(fields.operation);
   call.top_k = static_cast<uint8_t>(fields.top_k);
   call.alignment = fields.alignment;
+  call.subject = fields.zone_stride;
   call.hidden = fields.hidden;
   call.dtype = call.recv_dtype = static_cast<uint8_t>(fields.dtype);
   call.weights = static_cast<uint8_t>(fields.weights);

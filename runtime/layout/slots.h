@@ -42,6 +42,23 @@ constexpr int64_t zone_rows(int64_t demand, int alignment) {
   return (demand + alignment - 1) / alignment * alignment;
 }
 
+// Where the zones of a rank lie: each behind the one before, or a stride apart. Those that are have room in the usable slots.
+struct ZoneRule {
+  int64_t usable; // usable_slots()
+  int alignment;
+  int64_t stride; // 0: behind each other
+
+  // Returns the rows from the begin of a zone of `demand` routes to that of the next.
+  constexpr int64_t rows(int64_t demand) const { return stride > 0 ? stride : zone_rows(demand, alignment); }
+  // Returns the end of the slots that the zone which begins at `begin` may have: routes beyond it are dropped.
+  constexpr int64_t end(int64_t begin) const { return stride > 0 ? begin + stride : usable; }
+  // Returns how many of `routes` routes are kept, the first of which would have the slot `first` in that zone.
+  constexpr int64_t kept(int64_t begin, int64_t first, int64_t routes) const {
+    const int64_t room = end(begin) - first;
+    return room < 0 ? 0 : room < routes ? room : routes;
+  }
+};
+
 // Says where the row in one slot comes from, and which other slot of this rank holds the same token. In the routing all-gather
 // and in the rank-major layout the rank of the slot makes it; otherwise the source rank stores it into that rank's window.
 struct SlotRecord {

@@ -55,7 +55,8 @@ struct alignas(128) CallDescriptor {
   int32_t hidden;
   int32_t sidecar_bytes; // per row
   uint32_t amax_floor;   // of the row format: the bits of a float
-  int64_t subject;       // mem_free: number of the allocation; rank-major calls: M, the rows of a source
+  // mem_free: number of the allocation; rank-major calls: M, the rows of a source; prepare: the stride of zones.
+  int64_t subject;
   // Fields of this rank.
   int64_t num_tokens; // T
   // Movements: HandleHeader::plan_id, or 0 when the handle memory is not usable. prepare and prepare_dispatch of kernels: the

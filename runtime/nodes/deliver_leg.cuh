@@ -156,7 +156,7 @@ __device__ __noinline__ inline void report_prepare(const CallContext& context, c
   }
   const int64_t dropped = totals.demand - totals.kept;
   if (overflow == EPX_OVERFLOW_ERROR && dropped > 0)
-    record_event(context, EPX_EVENT_OVERFLOW, dropped, totals.demand, dropped, totals.rows_needed);
+    record_event(context, EPX_EVENT_OVERFLOW, dropped, totals.demand, dropped, totals.rows_needed, params.call.zone_stride);
 }
 
 __device__ __forceinline__ void deliver_leg(const DeliverLegParams& params) {

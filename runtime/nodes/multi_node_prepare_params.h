@@ -28,8 +28,13 @@ struct MultiNodePrepareParams {
   }
   EPX_HOST_DEVICE ExpertBlocks experts() const { return {nodes.shape.group.num_experts, nodes.shape.group.num_ranks}; }
   EPX_HOST_DEVICE bool limits_rail_tokens() const { return nodes.shape.max_rail_tokens() < call.num_tokens; }
-  EPX_HOST_DEVICE int32_t usable_slots() const {
-    return static_cast<int32_t>(epx::usable_slots(nodes.shape.group.max_recv_tokens, call.alignment));
+  EPX_HOST_DEVICE ZoneRule zones() const {
+    return {usable_slots(nodes.shape.group.max_recv_tokens, call.alignment), call.alignment, call.zone_stride};
+  }
+  // Returns the end of the slots that an expert's zone may have. Zones that are not a stride apart end together.
+  EPX_HOST_DEVICE int64_t end_of_zone(int expert) const {
+    const int local = expert - experts().first_expert(experts().rank_of(expert));
+    return zones().end(call.zone_stride * local);
   }
 };
 

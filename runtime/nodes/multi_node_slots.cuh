@@ -50,7 +50,10 @@ __device__ __forceinline__ void count_part(const MultiNodePrepareParams& params)
 __device__ __forceinline__ void add_parts(const MultiNodePrepareParams& params) {
   if (blockIdx.x == 0 && threadIdx.x == 0)
     store_agreed_fields(params.buffers.counts + params.nodes.shape.group.num_experts,
-                        {.operation = params.operation, .top_k = params.call.top_k, .alignment = params.call.alignment});
+                        {.operation = params.operation,
+                         .top_k = params.call.top_k,
+                         .alignment = params.call.alignment,
+                         .zone_stride = static_cast<int32_t>(params.call.zone_stride)});
   const int e = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / kWarp);
   if (e >= params.nodes.shape.group.num_experts) return;
   int32_t total = 0;
@@ -107,7 +110,7 @@ __device__ __forceinline__ void find_zones_of_rank(const MultiNodePrepareParams&
   const PrepareCall& call = params.call;
   const MultiNodeHandleWriter plan = params.plan();
   const ExpertBlocks experts = params.experts();
-  const int64_t usable = params.usable_slots();
+  const ZoneRule zones = params.zones();
   const bool is_own = rank == params.nodes.shape.rank;
   const int first_expert = experts.first_expert(rank);
   int64_t before = 0; // the rows of the zones before
@@ -116,18 +119,19 @@ __device__ __forceinline__ void find_zones_of_rank(const MultiNodePrepareParams&
     const int e = first + lane();
     const bool is_expert = e < experts.first_expert(rank + 1);
     const ExpertDemand demand = is_expert ? demand_of(params, e) : ExpertDemand{0, 0};
-    const int64_t rows = zone_rows(demand.all, call.alignment);
+    const int64_t rows = is_expert ? zones.rows(demand.all) : 0;
     const int64_t end = before + inclusive_sum_of_lanes(rows);
     before = from_lane(end, kWarp - 1);
     if (!is_expert) continue;
 
-    const int64_t first_slot = min(end - rows + demand.of_earlier_ranks, usable); // of this rank's routes
+    const int64_t zone = end - rows;
+    const int64_t first_slot = min(zone + demand.of_earlier_ranks, zones.usable); // of this rank's routes
     const int64_t routes = params.buffers.counts[e];
-    atomicAdd(&sums.dropped_of_mine, static_cast<unsigned long long>(routes - min(routes, usable - first_slot)));
+    atomicAdd(&sums.dropped_of_mine, static_cast<unsigned long long>(routes - zones.kept(zone, first_slot, routes)));
     params.buffers.counts[e] = static_cast<int32_t>(first_slot);
     if (!is_own) continue;
-    const int64_t begin = min(end - rows, usable);
-    const int64_t kept = min(demand.all, usable - begin);
+    const int64_t begin = min(zone, zones.usable);
+    const int64_t kept = zones.kept(zone, begin, demand.all);
     atomicAdd(&sums.demand, static_cast<unsigned long long>(demand.all));
     atomicAdd(&sums.kept, static_cast<unsigned long long>(kept));
     const int local = e - first_expert;
@@ -153,7 +157,7 @@ __device__ __forceinline__ void deliver_nodes_totals(const MultiNodePrepareParam
   header.group_id = params.nodes.group_id;
   header.plan_id = params.nodes.state->sequence;
   header.num_tokens = call.num_tokens;
-  header.rows_in_use = min(rows_needed, int64_t{params.usable_slots()});
+  header.rows_in_use = min(rows_needed, params.zones().usable);
   header.top_k = call.top_k;
   header.alignment = call.alignment;
   header.rank = params.nodes.shape.rank;
@@ -210,7 +214,6 @@ __device__ __forceinline__ void assign_slots(const MultiNodePrepareParams& param
   const MultiNodeHandleWriter plan = params.plan();
   const MultiNodeShape& shape = params.nodes.shape;
   const ExpertBlocks experts = params.experts();
-  const int64_t usable = params.usable_slots();
   int32_t* const next = params.part_counts(static_cast<int>(blockIdx.x));
   const TokenRange tokens = partition_tokens(call.num_tokens, gridDim.x);
   const int64_t begin = int64_t{tokens.begin} * call.top_k;
@@ -229,7 +232,7 @@ __device__ __forceinline__ void assign_slots(const MultiNodePrepareParams& param
     __syncwarp();
     if (route >= end) continue;
     const int64_t slot = expert >= 0 ? int64_t{params.buffers.counts[expert]} + number : -1;
-    const bool is_kept = slot >= 0 && slot < usable;
+    const bool is_kept = slot >= 0 && slot < params.end_of_zone(expert);
     const Route found = is_kept ? Route{static_cast<int32_t>(slot), experts.rank_of(expert), 0} : Route{-1, -1, 0};
     plan.home_routes[route] = found;
     if (call.slot != nullptr) call.slot[route] = found.slot;

@@ -183,8 +183,8 @@ int64_t index_of(const Plan& plan, const Route& route) {
   return int64_t{route.token} * plan.problem.top_k + route.k;
 }
 
-// Lays the zones of one rank's experts one behind the other, each rounded up to the alignment, and drops what lies at or
-// above R_a, the capacity rounded down to the alignment.
+// Lays the zones of one rank's experts one behind the other, each rounded up to the alignment, or a stride apart. Drops what
+// does not fit a stride, or lies at or above R_a, the capacity rounded down to the alignment.
 void lay_zones(Plan& plan, int destination, std::span<const std::vector<Route>> routes_of_expert) {
   RankPlan& mine = plan.ranks[destination];
   const int64_t alignment = std::max<int64_t>(plan.problem.alignment, 1);
@@ -195,7 +195,8 @@ void lay_zones(Plan& plan, int destination, std::span<const std::vector<Route>> 
   for (int e = 0; e < mine.num_local_experts; ++e) {
     const std::vector<Route>& routes = routes_of_expert[mine.first_local_expert + e];
     const auto demand = static_cast<int64_t>(routes.size());
-    const int64_t kept = std::clamp<int64_t>(capacity - zone_start, 0, demand);
+    const int64_t stride = plan.problem.zone_stride;
+    const int64_t kept = std::clamp<int64_t>(stride > 0 ? stride : capacity - zone_start, 0, demand);
     mine.counts.push_back(kept);
     mine.offsets.push_back(std::min(zone_start, capacity));
     for (int64_t i = 0; i < demand; ++i) {
@@ -206,7 +207,7 @@ void lay_zones(Plan& plan, int destination, std::span<const std::vector<Route>> 
       std::ranges::copy(std::array{routes[i].source, routes[i].token, routes[i].k},
                         mine.slot_origin.begin() + (zone_start + i) * 3);
     }
-    zone_start += (demand + alignment - 1) / alignment * alignment;
+    zone_start += stride > 0 ? stride : (demand + alignment - 1) / alignment * alignment;
     total_demand += demand;
     total_kept += kept;
   }
@@ -237,6 +238,18 @@ int64_t written_rows(const RankPlan& plan, int64_t num_rows) {
 }
 
 // ---- Sums --------------------------------------------------------------------------------------------------------------
+
+// Whether a slot lies between the rows of its zone and the next multiple of the alignment.
+bool is_pad(const Plan& plan, size_t rank, int64_t slot) {
+  const RankPlan& mine = plan.ranks[rank];
+  const int64_t alignment = std::max<int64_t>(plan.problem.alignment, 1);
+  for (size_t e = 0; e < mine.counts.size(); ++e) {
+    const int64_t end_of_rows = mine.offsets[e] + mine.counts[e];
+    if (slot >= end_of_rows && slot < mine.offsets[e] + (mine.counts[e] + alignment - 1) / alignment * alignment)
+      return true;
+  }
+  return false;
+}
 
 // One row on its way home.
 struct Term {
@@ -422,7 +435,7 @@ void dispatch(const Plan& plan, const DispatchTensors& tensors) {
           copy_row(row_of(tensors.sidecars[route->source], route->token), row_of(tensors.recv_sidecars[r], slot));
         }
         if (with_weights) tensors.recv_weights[r][slot] = tensors.topk_weights[route->source][index_of(plan, *route)];
-      } else if (!tensors.pads_untouched || plan.ranks[r].slot_origin[slot * 3] != -1) {
+      } else if (plan.ranks[r].slot_origin[slot * 3] != -1 || (!tensors.pads_untouched && is_pad(plan, r, slot))) {
         zero_row(row_of(recv, slot));
         arrivals.zero_scales(r, slot);
         if (with_sidecars) zero_row(row_of(tensors.recv_sidecars[r], slot));
@@ -453,6 +466,7 @@ void combine_bwd(const Plan& plan, const CombineBwdTensors& tensors) {
     Matrix& grad = tensors.grad_expert_out[r];
     for (int64_t slot = 0; slot < written_rows(plan.ranks[r], grad.rows); ++slot) {
       const std::optional<Route> route = route_in(plan.ranks[r], slot);
+      if (!route && plan.ranks[r].slot_origin[slot * 3] == -1 && !is_pad(plan, r, slot)) continue;
       if (!route) {
         zero_row(row_of(grad, slot));
         arrivals.zero_scales(r, slot);

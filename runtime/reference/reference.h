@@ -22,7 +22,8 @@ struct Problem {
   int alignment = 1;           // rows; 0 means 1
   int64_t max_recv_tokens = 0; // R, rows
   epx_combine_precision precision = EPX_COMBINE_WIRE;
-  int ranks_per_node = 0; // 0: all ranks are on one node
+  int ranks_per_node = 0;  // 0: all ranks are on one node
+  int64_t zone_stride = 0; // rows; 0: zones follow each other
 };
 
 // Routing input of one rank.

@@ -28,7 +28,7 @@ constexpr CallDescriptor describe(epx_operation operation, int64_t subject = 0) 
 
 // prepare, alone or as a part of `operation`.
 constexpr CallDescriptor describe(const PrepareCall& call, epx_operation operation = EPX_OP_PREPARE) {
-  CallDescriptor descriptor = describe(operation);
+  CallDescriptor descriptor = describe(operation, call.zone_stride);
   descriptor.top_k = static_cast<uint8_t>(call.top_k);
   descriptor.alignment = call.alignment;
   descriptor.num_tokens = call.num_tokens;
@@ -65,6 +65,12 @@ template <typename Call> // a movement
 constexpr CallDescriptor describe(const Call& call, const AllocationPlace& rows,
                                   const AllocationPlace& row_weights = kNotRegistered) {
   return describe_movement(call, call.passed_weights(), sidecar_bytes_of(call), rows, row_weights);
+}
+
+constexpr CallDescriptor describe(const PrepareDispatchCall& call, const AllocationPlace& rows) {
+  CallDescriptor descriptor = describe(call.dispatch, rows);
+  descriptor.subject = call.prepare.zone_stride;
+  return descriptor;
 }
 
 } // namespace epx

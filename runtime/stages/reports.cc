@@ -28,6 +28,10 @@ std::string format_weights(int64_t value) {
   return value == 2 ? "weight gradients" : "weights and weight gradients";
 }
 
+constexpr bool makes_zones(const CallDescriptor& descriptor) {
+  return descriptor.operation == EPX_OP_PREPARE || descriptor.operation == EPX_OP_PREPARE_DISPATCH;
+}
+
 constexpr std::array kCallFields = {
     CallField{"top_k", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.top_k; }},
     CallField{"alignment", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.alignment; }},
@@ -46,8 +50,10 @@ constexpr std::array kCallFields = {
     CallField{"choice of weights", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.weights; },
               format_weights},
     CallField{"sidecar_row_bytes", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.sidecar_bytes; }},
+    CallField{"zone_stride",
+              [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? descriptor.subject : 0; }},
     CallField{"M, the rows for each source rank,",
-              [](const CallDescriptor& descriptor) -> int64_t { return descriptor.subject; }},
+              [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? 0 : descriptor.subject; }},
 };
 
 // Returns "dispatch (call 7)"; "dispatch" where the host does not know the number.
@@ -74,10 +80,13 @@ Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t t
 }
 
 Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens) {
+  const std::string why =
+      overflow.zone_stride > 0
+          ? fmt::format("an expert of this rank has more routes than zone_stride, {}", overflow.zone_stride)
+          : fmt::format("{} rows would be needed, max_recv_tokens_per_rank is {}", overflow.rows_needed, max_recv_tokens);
   return {EPX_EVENT_OVERFLOW, call.operation, call.sequence, static_cast<uint64_t>(overflow.dropped),
-          fmt::format("{}: {} of {} routes to this rank, {}, were dropped: {} rows would be needed, "
-                      "max_recv_tokens_per_rank is {}",
-                      format(call), overflow.dropped, overflow.demand, rank, overflow.rows_needed, max_recv_tokens)};
+          fmt::format("{}: {} of {} routes to this rank, {}, were dropped: {}", format(call), overflow.dropped,
+                      overflow.demand, rank, why)};
 }
 
 Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int64_t rows_in_use) {

@@ -24,7 +24,7 @@ struct CallName {
 Event bad_index_event(CallName call, int64_t bad, int64_t first_value, int64_t token, int64_t k, int num_experts);
 
 struct Overflow {
-  int64_t demand, dropped, rows_needed;
+  int64_t demand, dropped, rows_needed, zone_stride;
 };
 Event overflow_event(CallName call, const Overflow& overflow, int rank, int64_t max_recv_tokens);
 

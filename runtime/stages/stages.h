@@ -37,6 +37,7 @@ struct PrepareCall {
   int64_t* info;        // [5]; may be NULL
   int32_t* slot;        // [T, K]; may be NULL
   int32_t* slot_origin; // [R, 3]; may be NULL
+  int64_t zone_stride;  // Z; 0: zones follow each other
 };
 
 // The tensors that a row format has beside the rows of a scatter.

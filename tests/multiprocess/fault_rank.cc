@@ -117,6 +117,7 @@ LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) {
                     .hidden = terms.hidden,
                     .num_rows = kRecvRows,
                     .num_local_experts = num_local_experts_,
+                    .zone_stride = terms.zone_stride,
                     .num_ranks = num_ranks_,
                     .rows_per_source = terms.rows_per_source,
                     .sidecar_bytes = terms.sidecar_bytes};

@@ -23,7 +23,8 @@ struct CallFields {
   epx_dtype dtype = EPX_FLOAT32;
   int sidecar_bytes = 0;
   bool weights = true;
-  bool grads = true;       // also of the weights
+  bool grads = true; // also of the weights
+  int64_t zone_stride = 0;
   int rows_per_source = 4; // M of dispatch_rank_major, whose alignment is always 1
   // NONE: the calls have no format.
   epx_scaling scaling = EPX_SCALING_NONE;

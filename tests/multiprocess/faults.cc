@@ -229,6 +229,8 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   }
   disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.top_k = 3; }, {"top_k", "2", "3"});
   disagree_on(EPX_OP_PREPARE, [](CallFields& terms) { terms.alignment = 8; }, {"alignment", "4", "8"});
+  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_PREPARE_DISPATCH})
+    disagree_on(operation, [](CallFields& terms) { terms.zone_stride = 8; }, {"zone_stride", "0", "8"});
   disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
   for (const epx_operation operation : {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR})
     disagree_on(operation, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});

@@ -84,6 +84,7 @@ void set_prepare_dispatch(Calls& calls) {
   args.pads = calls.dispatch.pads;
   args.reserved0 = calls.dispatch.reserved0;
   args.format = calls.dispatch.format;
+  args.zone_stride = calls.prepare.zone_stride;
 }
 
 void give_format(Calls& c, Op op, const FormatCase& format) {

@@ -29,6 +29,16 @@ void add_prepare(std::vector<Refusal>& refusals, int num_tokens, int num_local, 
   table.add_size("global_counts", "of another E", &Calls::global_counts, 1, 12, kExperts);
   table.add("global_counts of another dtype", [](Calls& c) { c.global_counts.dtype = EPX_INT64; },
             {"global_counts", "int64"});
+  constexpr int64_t kZones = (kExperts + kRanks - 1) / kRanks;
+  const auto add_stride = [&](const char* name, int64_t stride, std::vector<std::string> words) {
+    words.insert(words.end(), {"zone_stride", text(stride)});
+    table.add(
+        name, [=](Calls& c) { c.prepare.zone_stride = stride; }, std::move(words));
+  };
+  add_stride("a negative zone_stride", -4, {"0.." + text(num_rows / kZones)});
+  add_stride("zones a stride apart that R has no room for", num_rows / kZones + 1,
+             {text(kZones), "max_recv_tokens_per_rank", text(num_rows)});
+  add_stride("a zone_stride of another alignment", 2, {"alignment", text(kAlignment)});
   table.add("info int32", [](Calls& c) { c.info.dtype = EPX_INT32; }, {"info", "int32"});
   table.add_size("info", "of four", &Calls::info, 0, 4, 5);
   table.add("slot int64", [](Calls& c) { c.slot.dtype = EPX_INT64; }, {"slot", "int64"});

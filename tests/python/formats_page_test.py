@@ -14,15 +14,25 @@ TOKENS = numpy.random.default_rng(1).standard_normal((4, 256)).astype(numpy.floa
 CONFIG = dict(num_experts=4, max_tokens_per_rank=4, hidden_dim=256, max_top_k=1, max_token_dtype="float32")
 
 
-def run_numpy(program):
+def run_numpy(zones_program, program):
     ranks.require("ml_dtypes")
     import format_model
     import ml_dtypes
 
     import epx
 
-    with epx.Group(epx.bootstrap.local(), transport="host", **CONFIG) as group:
-        plan = group.prepare(numpy.arange(4)[:, None])
+    with epx.Group(epx.bootstrap.local(), transport="host", max_recv_tokens_per_rank=512, **CONFIG) as group:
+        topk_idx = numpy.arange(4)[:, None]
+        names = dict(group=group, tokens=TOKENS, topk_idx=topk_idx, topk_weights=numpy.full((4, 1), 2, numpy.float32))
+        exec(zones_program, names)
+        numpy.testing.assert_array_equal(names["zones"][:, 0], TOKENS)
+        numpy.testing.assert_array_equal(names["row_weights"][::128], 2)
+        numpy.testing.assert_array_equal(names["plan"].offsets, 128 * numpy.arange(5))
+        numpy.testing.assert_array_equal(names["plan"].counts, 1)
+        out = group.combine(names["plan"], names["rows"], names["row_weights"])
+        numpy.testing.assert_array_equal(out, 2 * TOKENS)
+
+        plan = group.prepare(topk_idx)
         codes, scales = format_model.parts_of(epx.RowFormat("block128"), TOKENS)
         names = dict(epx=epx, group=group, plan=plan, tokens=TOKENS, topk_weights=numpy.ones((4, 1), numpy.float32))
         names.update(tokens_fp8=codes.view(ml_dtypes.float8_e4m3fn), token_scales=scales)
@@ -105,4 +115,5 @@ def run_jax(program):
 
 with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
-{"numpy": lambda: run_numpy(programs[0]), "torch": lambda: run_torch(programs[1]), "jax": lambda: run_jax(programs[2])}[sys.argv[2]]()
+zones, *formats = programs
+{"numpy": lambda: run_numpy(zones, formats[0]), "torch": lambda: run_torch(formats[1]), "jax": lambda: run_jax(formats[2])}[sys.argv[2]]()

@@ -229,6 +229,13 @@ int num_nodes(const GroupCase& group) {
   return ranks == 0 ? 1 : group.num_ranks / ranks;
 }
 
+int64_t random_zone_stride(const GroupCase& group, int alignment, Rng& rng) {
+  const int64_t unit = std::max(alignment, 1);
+  const int64_t zones = (group.num_experts + group.num_ranks - 1) / group.num_ranks;
+  const int64_t most = recv_capacity(group) / zones / unit;
+  return most > 0 && rng.chance(25) ? unit * rng.between(1, std::min<int64_t>(most, rng.pick({2, 8, 64}))) : 0;
+}
+
 Case random_case(uint64_t seed) {
   Rng rng(mix(seed, 0xca5e));
   Case chosen;
@@ -239,6 +246,7 @@ Case random_case(uint64_t seed) {
   if (num_nodes(chosen.group) > 1) chosen.layer.rank_major = RankMajorRows::absent; // refused there
   choose_limits(chosen, rng);
   choose_formats(chosen.layer, chosen.group, rng);
+  chosen.layer.zone_stride = random_zone_stride(chosen.group, chosen.layer.alignment, rng);
   chosen.iterations = static_cast<int>(rng.between(1, 2));
   chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
   chosen.num_arenas = chosen.placement == Placement::plain ? 0 : static_cast<int>(rng.between(1, 2));
@@ -278,6 +286,7 @@ LayerCase random_layer(const GroupCase& group, uint64_t seed) {
     layer.combine_dtype = rng.pick({EPX_FLOAT16, EPX_BFLOAT16});
   }
   choose_formats(layer, group, rng);
+  layer.zone_stride = random_zone_stride(group, layer.alignment, rng);
   return layer;
 }
 
@@ -316,14 +325,15 @@ std::string describe(const Case& c) {
   constexpr const char* kRankMajor[] = {"absent", "exact", "max-tokens", "more", "fewer", "none"};
   constexpr const char* kPlacement[] = {"plain", "in-place", "random"};
   return fmt::format(
-      "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} R={}{} N={} "
+      "seed={} P={} nodes={} E={} max_tokens={} T={} hidden_dim={} H={}/{} K={}/{} alignment={}/{} zone-stride={} R={}{} "
+      "N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
       "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
       "format={} M={} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} sum-format={} "
       "iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
-      l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, recv_capacity(g),
+      l.hidden, l.combine_hidden, l.top_k, g.max_top_k, l.alignment, g.max_alignment, l.zone_stride, recv_capacity(g),
       g.max_recv_rows == 0 ? "(worst case)" : "", kRows[static_cast<int>(l.rows)], name(l.dtype), name(l.combine_dtype),
       name(g.max_dtype), name(l.index_dtype), name(l.counts_dtype), l.sidecar_bytes, g.max_sidecar_bytes,
       kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad, kPrecision[g.precision],

@@ -11,6 +11,8 @@
 
 namespace epx::test {
 
+class Rng;
+
 struct GroupCase {
   int num_ranks = 1;   // P
   int num_experts = 8; // E
@@ -92,6 +94,7 @@ struct LayerCase {
   bool combine_bwd_weights = true;
   bool combine_bwd_grads = true; // also of the weights
   bool dispatch_bwd_grads = true;
+  int64_t zone_stride = 0;     // 0: zones follow each other
   bool pads_untouched = false; // in dispatch, on every rank
   FormatCase format;           // of dispatch and prepare_dispatch
   FormatCase rank_major_format;
@@ -125,6 +128,8 @@ Case random_case(uint64_t seed);
 // which creating a group takes long, so that a group runs many layers. The group has one node.
 GroupCase random_group(uint64_t seed, int num_ranks);
 LayerCase random_layer(const GroupCase& group, uint64_t seed);
+// Returns 0, or in a quarter of the cases a stride of zones that a group has room for.
+int64_t random_zone_stride(const GroupCase& group, int alignment, Rng& rng);
 
 // Returns whether the rows of the format fit those of a group whose max_dtype is wide.
 bool fits(const GroupCase& group, const FormatCase& format);

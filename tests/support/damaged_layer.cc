@@ -171,6 +171,7 @@ private:
   epx_tensor recv_scales_{};
   int64_t hidden_, num_tokens_, num_rows_;
   int64_t rows_per_source_ = -1; // M of a rank-major layer
+  int64_t zone_stride_ = 0;
   std::array<Place, kNumTensors> places_{};
   std::vector<std::byte> image_; // the expected contents of the memory, except the outputs
   std::string message_;          // of the last call's report
@@ -202,6 +203,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   num_rows_ = all_rows || mine.chance(60) ? capacity : mine.chance(50) ? capacity + 5 : mine.between(1, capacity);
   if (is_rank_major()) num_rows_ = group.shape().num_ranks * rows_per_source_;
   choose_format(same_everywhere);
+  zone_stride_ = random_zone_stride(group.shape(), layer_.alignment, same_everywhere);
   lay_out();
   fill_in(mine);
 }
@@ -296,6 +298,7 @@ LayerMemory DamagedLayer::tensors() const {
                     .hidden = hidden_,
                     .num_rows = num_rows_,
                     .num_local_experts = group_.info().num_local_experts,
+                    .zone_stride = zone_stride_,
                     .num_ranks = group_.shape().num_ranks,
                     .rows_per_source = rows_per_source_};
   layer.topk_idx = at(kTopkIdx);

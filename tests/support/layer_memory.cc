@@ -15,6 +15,7 @@ void LayerMemory::pass_plan(Args& args) const {
   args.topk_idx = tensor(topk_idx, index_dtype, {num_tokens, layer.top_k});
   args.counts = tensor(counts, EPX_INT32, num_local_experts);
   args.offsets = tensor(offsets, EPX_INT32, num_local_experts + 1);
+  args.zone_stride = zone_stride;
 }
 
 template <typename Args>

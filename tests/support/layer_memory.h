@@ -23,6 +23,7 @@ struct LayerMemory {
   int64_t hidden = 0;                // H
   int64_t num_rows = 0;              // N
   int64_t num_local_experts = 0;     // E_l
+  int64_t zone_stride = 0;           // of prepare
   int64_t num_ranks = 0;             // P, for the rank-major layout only, as the next
   int64_t rows_per_source = 0;       // M
   int64_t sidecar_bytes = 0;         // of a row; 0: none travels

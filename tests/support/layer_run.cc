@@ -245,6 +245,7 @@ void LayerRun::prepare(const Workload& work) {
   prepared_ = &work;
   auto args = make_plan_args<PrepareArgs>(buffers);
   PlanTensors tensors(buffers, work, layer_, static_cast<size_t>(group_.rank()), rng_, args);
+  args.zone_stride = layer_.zone_stride;
   group_.view().prepare(args);
   finish(buffers, EPX_OP_PREPARE);
   mismatch_ = useless_ = false;
@@ -275,6 +276,7 @@ void LayerRun::prepare_dispatch(const Workload& work) {
   PlanTensors plan(buffers, work, layer_, static_cast<size_t>(group_.rank()), rng_, args);
   Tensors tensors(buffers, plan.num_outputs());
   pass_rows(tensors, work, args);
+  args.zone_stride = layer_.zone_stride;
 
   group_.view().prepare_dispatch(args);
   finish(buffers, EPX_OP_PREPARE_DISPATCH);

@@ -363,9 +363,9 @@ Workload make_workload(const GroupCase& group, const LayerCase& layer, uint64_t 
   work.layer = layer;
   Rng rng(mix(seed, 0xda7a));
   work.routing = make_routing(group, layer, rng);
-  work.plan = reference::prepare(
-      {group.num_experts, layer.top_k, layer.alignment, recv_capacity(group), group.precision, ranks_per_node(group)},
-      work.routing);
+  work.plan = reference::prepare({group.num_experts, layer.top_k, layer.alignment, recv_capacity(group), group.precision,
+                                  ranks_per_node(group), layer.zone_stride},
+                                 work.routing);
 
   const reference::Plan seen = lost.rank < 0 ? work.plan : without_rank(work.plan, lost);
   Maker maker{layer, seen, work.plan, lost, {}, rng};

@@ -115,6 +115,7 @@ AT(epx_prepare_args, global_counts, 64);
 AT(epx_prepare_args, info, 72);
 AT(epx_prepare_args, slot, 80);
 AT(epx_prepare_args, slot_origin, 88);
+AT(epx_prepare_args, zone_stride, 96);
 
 AT(epx_dispatch_args, struct_size, 0);
 AT(epx_dispatch_args, layer, 8);
@@ -161,6 +162,7 @@ AT(epx_prepare_dispatch_args, recv_weights, 120);
 AT(epx_prepare_dispatch_args, pads, 128);
 AT(epx_prepare_dispatch_args, reserved0, 132);
 AT(epx_prepare_dispatch_args, format, 136);
+AT(epx_prepare_dispatch_args, zone_stride, 144);
 
 AT(epx_combine_args, struct_size, 0);
 AT(epx_combine_args, layer, 8);

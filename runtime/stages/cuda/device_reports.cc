@@ -58,7 +58,7 @@ Event RecordReader::format(const EventRecord& event) const {
   case EPX_EVENT_BAD_INDEX:
     return bad_index_event(call, v[0], v[1], v[2], v[3], group().shape.num_experts);
   case EPX_EVENT_OVERFLOW:
-    return overflow_event(call, {v[0], v[1], v[2]}, name_of_rank(context_.rank), context_.shape.max_recv_tokens);
+    return overflow_event(call, {v[0], v[1], v[2], v[3]}, name_of_rank(context_.rank), context_.shape.max_recv_tokens);
   case EPX_EVENT_TOO_FEW_ROWS:
     return too_few_rows_event(call, v[0], v[1], v[2]);
   default:

@@ -34,7 +34,7 @@ EPX_STAGES(EPX_STAGE)
 
 // The two halves of a prepare_dispatch of many tokens, one kernel each; the descriptor is that of the whole call.
 cudaError_t launch_first_half(const Launcher& launcher, const PrepareCall& call, const CallDescriptor& descriptor);
-cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& call);
+cudaError_t launch_second_half(const Launcher& launcher, const PrepareDispatchCall& call);
 
 // The kernels behind EPX_CHECK_HANDLE_MEM. launch_seal stores in the handle header the checksum of what prepare,
 // prepare_dispatch or dispatch_rank_major has written; launch_check verifies it before a movement, which finds the result in

@@ -234,7 +234,7 @@ __device__ __noinline__ inline void report_events(const CallContext& context, co
   int64_t beyond = 0;
   HandleLimits::Zone zone{};
   for (int expert = 0; expert < local_experts; ++expert) {
-    zone = limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end);
+    zone = limits.zone(plan.zone_begin, plan.zone_rows, expert, zone.end, args.alignment);
     beyond += max(int64_t{0}, zone.end_of_rows - max(args.recv_rows, zone.begin));
   }
   if (beyond > 0) record_event(context, EPX_EVENT_TOO_FEW_ROWS, beyond, beyond, args.recv_rows, plan.header->rows_in_use);

@@ -46,7 +46,7 @@ struct Movement {
     return call.is_rank_major() ? group.window.num_ranks : group.experts.num_local_experts(group.window.rank);
   }
   HandleLimits::Zone zone(int index, int64_t from) const {
-    if (!call.is_rank_major()) return limits.zone(plan.zone_begin, plan.zone_rows, index, from);
+    if (!call.is_rank_major()) return limits.zone(plan.zone_begin, plan.zone_rows, index, from, call.alignment);
     const int64_t begin = index * call.slots_per_source;
     return {begin, begin + rows_of_source(index), begin + rows_of_source(index)};
   }

@@ -192,7 +192,7 @@ __device__ __forceinline__ bool count_exchange(const PrepareContext& c) {
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     c.next[e] += c.zone[e];
-    if (blockIdx.x == 0) count_dropped(c, c.next[e], count_of(c, own_rank, e)); // block 0 has this rank's first routes
+    if (blockIdx.x == 0) count_dropped(c, e, c.next[e], count_of(c, own_rank, e)); // block 0 has this rank's first routes
   }
   __syncthreads();
 

@@ -136,7 +136,7 @@ __device__ __forceinline__ bool routing_all_gather(const PrepareContext& c, int3
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_experts; e += kThreads) {
     c.next[e] += c.zone[e];
-    if (is_all_gather_leader(c)) count_dropped(c, c.zone[e] + counts_before_own(c)[e], own_counts(c)[e]);
+    if (is_all_gather_leader(c)) count_dropped(c, e, c.zone[e] + counts_before_own(c)[e], own_counts(c)[e]);
   }
   __syncthreads();
   if (c.role.triggers_successor) trigger_successor(); // no thread waits for a peer after this

@@ -17,8 +17,9 @@ __device__ __forceinline__ int32_t inclusive_sum(int32_t value) {
   return value;
 }
 
-// This is zone_rows() in 32 bits: a 64-bit division takes long, and slots are int32.
+// This and end_of_zone() are ZoneRule in 32 bits: a 64-bit division takes long, and slots are int32.
 __device__ __forceinline__ int32_t rows_of_zone(const PrepareContext& c, int32_t demand) {
+  if (c.args.zone_stride != 0) return static_cast<int32_t>(c.args.zone_stride);
   const auto alignment = static_cast<uint32_t>(c.args.alignment);
   if (alignment == 1) return demand;
   return static_cast<int32_t>((static_cast<uint32_t>(demand) + alignment - 1) / alignment * alignment);
@@ -51,13 +52,18 @@ __device__ __forceinline__ void find_zones(const PrepareContext& c) {
 __device__ __forceinline__ int32_t clamp_rows(int32_t rows, int32_t usable_slots) {
   return max(0, min(rows, usable_slots));
 }
+// Returns the end of the slots that an expert's zone may have. Behind find_zones().
+__device__ __forceinline__ int32_t end_of_zone(const PrepareContext& c, int expert) {
+  if (c.args.zone_stride == 0) return c.usable_slots;
+  return c.zone[expert] + static_cast<int32_t>(c.args.zone_stride);
+}
 // Returns how many of `routes` routes to an expert are kept, the first of which would have the slot `first`.
-__device__ __forceinline__ int32_t kept_routes(int32_t first, int32_t routes, int32_t usable_slots) {
-  return max(0, min(usable_slots - clamp_rows(first, usable_slots), routes));
+__device__ __forceinline__ int32_t kept_routes(const PrepareContext& c, int expert, int32_t first, int32_t routes) {
+  return max(0, min(end_of_zone(c, expert) - clamp_rows(first, c.usable_slots), routes));
 }
 // One thread calls this for all routes of this rank to an expert.
-__device__ __forceinline__ void count_dropped(const PrepareContext& c, int32_t first, int32_t routes) {
-  const int32_t kept = kept_routes(first, routes, c.usable_slots);
+__device__ __forceinline__ void count_dropped(const PrepareContext& c, int expert, int32_t first, int32_t routes) {
+  const int32_t kept = kept_routes(c, expert, first, routes);
   if (kept < routes) atomicAdd(&c.shared.dropped_routes, static_cast<uint32_t>(routes - kept));
 }
 
@@ -85,7 +91,7 @@ __device__ __forceinline__ int expert_of_slot(const PrepareContext& c, int32_t s
 
 // Each thread calls this with the slot of its own route.
 __device__ __forceinline__ void store_tile_slot(const PrepareContext& c, int expert, int32_t slot) {
-  if (static_cast<uint32_t>(slot) >= static_cast<uint32_t>(c.usable_slots)) slot = -1;
+  if (slot < 0 || slot >= (expert >= 0 ? end_of_zone(c, expert) : 0)) slot = -1;
   c.shared.tile_slots[threadIdx.x] = slot;
   c.shared.tile_ranks[threadIdx.x] = slot >= 0 ? c.experts.rank_of(expert) : -1;
 }
@@ -210,12 +216,13 @@ __device__ __forceinline__ void deliver_unused_origins(const PrepareContext& c, 
 __device__ __forceinline__ void deliver_totals(const PrepareContext& c, int32_t rows_needed, int32_t ll_tokens,
                                                BadIndices bad) {
   const int num_local = c.experts.num_local_experts(c.call.rank());
-  const int32_t* const zone = c.zone + c.experts.first_expert(c.call.rank());
-  const int32_t* const demand = c.demand + c.experts.first_expert(c.call.rank());
+  const int first_expert = c.experts.first_expert(c.call.rank());
+  const int32_t* const zone = c.zone + first_expert;
+  const int32_t* const demand = c.demand + first_expert;
 #pragma unroll 1
   for (int e = threadIdx.x; e < num_local; e += kThreads) {
     const int32_t begin = clamp_rows(zone[e], c.usable_slots);
-    const int32_t kept = kept_routes(zone[e], demand[e], c.usable_slots);
+    const int32_t kept = kept_routes(c, first_expert + e, zone[e], demand[e]);
     c.plan.zone_begin[e] = begin;
     c.plan.zone_rows[e] = kept;
     store_count(c.args, c.args.counts, e, kept);
@@ -244,7 +251,7 @@ __device__ __forceinline__ void deliver_totals(const PrepareContext& c, int32_t 
 #pragma unroll 1
   for (int e = lane(); e < num_local; e += kWarp) {
     wanted += demand[e];
-    kept += kept_routes(zone[e], demand[e], c.usable_slots);
+    kept += kept_routes(c, first_expert + e, zone[e], demand[e]);
   }
   for (int distance = 1; distance < kWarp; distance *= 2) {
     wanted += __shfl_xor_sync(~0u, wanted, distance);
@@ -260,7 +267,8 @@ __device__ __forceinline__ void deliver_totals(const PrepareContext& c, int32_t 
   }
   report_bad_indices(c.call.context(), c.args, bad);
   if (c.group.context.overflow == EPX_OVERFLOW_ERROR && wanted > kept)
-    record_event(c.call.context(), EPX_EVENT_OVERFLOW, wanted - kept, wanted, wanted - kept, rows_needed);
+    record_event(c.call.context(), EPX_EVENT_OVERFLOW, wanted - kept, wanted, wanted - kept, rows_needed,
+                 c.args.zone_stride);
 }
 
 } // namespace epx::cuda

@@ -289,7 +289,7 @@ cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispa
   const DispatchCall& dispatch = call.dispatch;
   const GroupShape& shape = launcher.group.context.shape;
   const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
-  const CallDescriptor descriptor = describe(dispatch, launcher.place_of(dispatch, dispatch.recv_tokens));
+  const CallDescriptor descriptor = describe(call, launcher.place_of(dispatch, dispatch.recv_tokens));
   MovementParams movement = make_movement_params(launcher.group, {}, dispatch, descriptor);
   const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
   if (dispatch.format.is_quantised() ||
@@ -306,7 +306,7 @@ cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispa
           launcher.stream);
     }
     const cudaError_t error = launch_first_half(launcher, call.prepare, descriptor);
-    return error != cudaSuccess ? error : launch_second_half(launcher, dispatch);
+    return error != cudaSuccess ? error : launch_second_half(launcher, call);
   }
   const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
   const auto [grid, blocks, ll_senders] =

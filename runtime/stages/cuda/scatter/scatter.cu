@@ -209,15 +209,13 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
   leave(params.group);
 }
 
-// `rows` are the receive rows of the call.
 template <typename Operation>
-cudaError_t launch(const Launcher& launcher, const Operation& operation, const std::byte* rows) {
+cudaError_t launch(const Launcher& launcher, const Operation& operation, const CallDescriptor& descriptor) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
   const auto [grid, role_counts] =
       launcher.plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, launcher.stream);
-  MovementParams movement =
-      make_movement_params(launcher.group, role_counts, call, describe(call, launcher.place_of(call, rows)));
+  MovementParams movement = make_movement_params(launcher.group, role_counts, call, descriptor);
   if (!call.is_rank_major() && launcher.plan.stages_rows(grid.blocks, operation.row_bytes))
     movement.descriptor.stages_rows = 1;
   const ScatterParams<Operation> params{movement, operation};
@@ -225,11 +223,10 @@ cudaError_t launch(const Launcher& launcher, const Operation& operation, const s
 }
 
 template <typename T>
-cudaError_t launch_combine_bwd_as(const Launcher& launcher, const CombineBwdCall& call) {
+cudaError_t launch_combine_bwd_as(const Launcher& launcher, const CombineBwdCall& call, const CallDescriptor& descriptor) {
   const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
-  if (call.grad_recv_weights != nullptr)
-    return launch(launcher, CombineBwd<T, true>{call, row_bytes}, call.grad_expert_out);
-  return launch(launcher, CombineBwd<T, false>{call, row_bytes}, call.grad_expert_out);
+  if (call.grad_recv_weights != nullptr) return launch(launcher, CombineBwd<T, true>{call, row_bytes}, descriptor);
+  return launch(launcher, CombineBwd<T, false>{call, row_bytes}, descriptor);
 }
 
 } // namespace
@@ -253,22 +250,26 @@ std::vector<const void*> scatter_kernels() {
 
 cudaError_t launch_dispatch(const Launcher& launcher, const DispatchCall& call) {
   const int64_t bytes = row_bytes(call.dtype, call.hidden);
-  if (call.format.is_quantised()) return launch(launcher, Dispatch<QuantisedRows>{call, bytes}, call.recv_tokens);
-  return launch(launcher, Dispatch<PlainRows>{call, bytes}, call.recv_tokens);
+  const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.recv_tokens));
+  if (call.format.is_quantised()) return launch(launcher, Dispatch<QuantisedRows>{call, bytes}, descriptor);
+  return launch(launcher, Dispatch<PlainRows>{call, bytes}, descriptor);
 }
 
-cudaError_t launch_second_half(const Launcher& launcher, const DispatchCall& call) {
-  const int64_t bytes = row_bytes(call.dtype, call.hidden);
-  if (call.format.is_quantised()) return launch(launcher, MixedDispatch<QuantisedRows>{{call, bytes}}, call.recv_tokens);
-  return launch(launcher, MixedDispatch<PlainRows>{{call, bytes}}, call.recv_tokens);
+cudaError_t launch_second_half(const Launcher& launcher, const PrepareDispatchCall& call) {
+  const DispatchCall& dispatch = call.dispatch;
+  const int64_t bytes = row_bytes(dispatch.dtype, dispatch.hidden);
+  const CallDescriptor descriptor = describe(call, launcher.place_of(dispatch, dispatch.recv_tokens));
+  if (dispatch.format.is_quantised()) return launch(launcher, MixedDispatch<QuantisedRows>{{dispatch, bytes}}, descriptor);
+  return launch(launcher, MixedDispatch<PlainRows>{{dispatch, bytes}}, descriptor);
 }
 
 cudaError_t launch_combine_bwd(const Launcher& launcher, const CombineBwdCall& call) {
+  const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.grad_expert_out));
   if (call.format.is_quantised())
-    return launch(launcher, QuantisedCombineBwd{call, row_bytes(call.dtype, call.hidden)}, call.grad_expert_out);
-  if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(launcher, call);
-  if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(launcher, call);
-  return launch_combine_bwd_as<__nv_bfloat16>(launcher, call);
+    return launch(launcher, QuantisedCombineBwd{call, row_bytes(call.dtype, call.hidden)}, descriptor);
+  if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(launcher, call, descriptor);
+  if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(launcher, call, descriptor);
+  return launch_combine_bwd_as<__nv_bfloat16>(launcher, call, descriptor);
 }
 
 } // namespace epx::cuda

@@ -97,9 +97,11 @@ __device__ inline void clear_pads(const Operation& operation, const HandleReader
     if (pad < pads) {
       const uint32_t zone = pad / max_pads;
       // Handle memory is not trusted: `slot` ends up in [0, recv_rows), or negative.
-      const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) +
-                                             static_cast<uint32_t>(plan.zone_rows[zone]) + (pad - zone * max_pads));
-      if (here < plan.zone_begin[zone + 1] && here < operation.call.recv_rows) slot = here;
+      const auto rows_of_zone = static_cast<uint32_t>(plan.zone_rows[zone]);
+      const uint32_t in_zone = pad - zone * max_pads;
+      const auto here = static_cast<int32_t>(static_cast<uint32_t>(plan.zone_begin[zone]) + rows_of_zone + in_zone);
+      const uint32_t pads_of_zone = max_pads - (rows_of_zone + max_pads) % (max_pads + 1);
+      if (in_zone < pads_of_zone && here < plan.zone_begin[zone + 1] && here < operation.call.recv_rows) slot = here;
     }
     if (by_tma)
       pipeline.clear(row_bytes, slot >= 0 ? rows + slot * row_bytes : nullptr);

@@ -81,11 +81,15 @@ void require_sound_counts(const HostGroup& group, const PrepareCall& call) {
   }
 }
 
+ZoneRule zone_rule(const GroupShape& shape, const PrepareCall& call) {
+  return {usable_slots(shape.max_recv_tokens, call.alignment), call.alignment, call.zone_stride};
+}
+
 // Gives each route of this rank its slot, writes the routes into the handle memory, and the slots' origins into the windows
 // of the ranks that own the slots.
 void assign_own_slots(HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t& dropped) {
   const GroupShape& shape = group.context.shape;
-  const int64_t usable = usable_slots(shape.max_recv_tokens, call.alignment);
+  const ZoneRule zones = zone_rule(shape, call);
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
     int64_t zone = 0;
     for (int expert = group.experts.first_expert(rank); expert < group.experts.first_expert(rank + 1); ++expert) {
@@ -94,7 +98,8 @@ void assign_own_slots(HostGroup& group, const PrepareCall& call, HandleWriter& p
         if (source == group.window.rank) group.scratch.next_slot[static_cast<size_t>(expert)] = zone + demand;
         demand += counts_of(group, source)[expert];
       }
-      zone += zone_rows(demand, call.alignment);
+      group.scratch.end_of_slots[static_cast<size_t>(expert)] = zones.end(zone);
+      zone += zones.rows(demand);
     }
   }
 
@@ -108,7 +113,7 @@ void assign_own_slots(HostGroup& group, const PrepareCall& call, HandleWriter& p
       routes[k] = {-1, -1, 0};
       if (expert < 0 || expert >= shape.num_experts) continue;
       const int64_t slot = group.scratch.next_slot[static_cast<size_t>(expert)]++;
-      if (slot >= usable) {
+      if (slot >= group.scratch.end_of_slots[static_cast<size_t>(expert)]) {
         ++dropped;
         continue;
       }
@@ -145,7 +150,8 @@ void assign_own_slots(HostGroup& group, const PrepareCall& call, HandleWriter& p
 
 // Writes the zones of this rank's experts, and the outputs that follow from the counts alone.
 void write_zone_tables(const HostGroup& group, const PrepareCall& call, HandleWriter& plan, int64_t* info) {
-  const int64_t usable = usable_slots(group.context.shape.max_recv_tokens, call.alignment);
+  const ZoneRule zones = zone_rule(group.context.shape, call);
+  const int64_t usable = zones.usable;
   const int first = group.experts.first_expert(group.window.rank);
   const int num_local_experts = group.experts.num_local_experts(group.window.rank);
   int64_t zone = 0;
@@ -155,12 +161,12 @@ void write_zone_tables(const HostGroup& group, const PrepareCall& call, HandleWr
     int64_t demand = 0;
     for (int source = 0; source < group.context.shape.num_ranks; ++source)
       demand += counts_of(group, source)[first + expert];
-    const int64_t kept = std::clamp<int64_t>(usable - zone, 0, demand);
+    const int64_t kept = zones.kept(zone, zone, demand);
     plan.zone_begin[expert] = static_cast<int32_t>(std::min(zone, usable));
     plan.zone_rows[expert] = static_cast<int32_t>(kept);
     store_count(call, call.counts, expert, kept);
     store_count(call, call.offsets, expert, std::min(zone, usable));
-    zone += zone_rows(demand, call.alignment);
+    zone += zones.rows(demand);
     total_demand += demand;
     total_kept += kept;
   }
@@ -251,8 +257,8 @@ void PrepareSteps::deliver() {
   if (call_.info != nullptr) std::copy(info_.begin(), info_.end(), call_.info);
   copy_outputs(group_, call_, plan_);
   if (group_.context.overflow == EPX_OVERFLOW_ERROR && info_[2] > 0)
-    group_.status.record(overflow_event(group_.protocol.name(), {info_[0], info_[2], info_[4]}, group_.window.rank,
-                                        group_.context.shape.max_recv_tokens));
+    group_.status.record(overflow_event(group_.protocol.name(), {info_[0], info_[2], info_[4], call_.zone_stride},
+                                        group_.window.rank, group_.context.shape.max_recv_tokens));
 }
 
 void prepare(HostGroup& group, const PrepareCall& call) {

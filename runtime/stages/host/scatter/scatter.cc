@@ -176,7 +176,7 @@ void prepare_dispatch(HostGroup& group, const PrepareDispatchCall& call) {
   PrepareSteps steps(group, call.prepare);
   group.protocol.begin(EPX_OP_PREPARE_DISPATCH);
   steps.publish_counts();
-  group.protocol.arrive(dispatch_descriptor(group, call.dispatch));
+  group.protocol.arrive(describe(call, place_of(group, call.dispatch, call.dispatch.recv_tokens)));
   steps.assign_slots();
   const Movement movement = movement_of_own_plan(group, call.dispatch);
   with_row_format(call.dispatch, [&]<typename Format>(std::type_identity<Format>) {
