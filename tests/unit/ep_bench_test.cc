@@ -30,7 +30,7 @@ std::string refusal(const std::vector<const char*>& argv) {
 TEST_CASE("ep_bench options: everything given") {
   const Options options = options_of_line(
       "--transport host --tokens 7 --hidden 33 --experts 9 --top-k 3 --dtype fp16 --routing zipf:1.25 --pads "
-      "untouched --alignment 16 --capacity 100 --seed 18446744073709551615 --combine-precision exact "
+      "untouched --alignment 16 --zone-stride 48 --capacity 100 --seed 18446744073709551615 --combine-precision exact "
       "--staged --num-comm-sms 16 --ranks-per-node 1 --timeout-ms 1500 --iters 2 --warmup 0 --input-sets 3 "
       "--verify --json out.json --job-id job");
   CHECK(options.transport == EPX_TRANSPORT_HOST);
@@ -43,6 +43,7 @@ TEST_CASE("ep_bench options: everything given") {
   CHECK(options.routing.zipf_exponent == 1.25);
   CHECK(options.pads == EPX_PADS_UNTOUCHED);
   CHECK(options.alignment == 16);
+  CHECK(options.zone_stride == 48);
   CHECK(options.capacity == 100);
   CHECK(options.seed == UINT64_MAX);
   CHECK(options.combine_precision == EPX_COMBINE_EXACT);
@@ -231,6 +232,8 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--routing", "zipf:inf"}, {"--routing", "zipf:inf"}},
       {{"--routing", "text:"}, {"--routing", "text:"}},
       {{"--alignment", "-2"}, {"--alignment", "-2"}},
+      {{"--zone-stride", "-2"}, {"--zone-stride", "-2"}},
+      {{"--zone-stride", "16", "--layout", "rank-major"}, {"--zone-stride is 16", "no zones"}},
       {{"--pads", "dirty"}, {"--pads", "dirty", "untouched"}},
       {{"--row-format", "fp8"}, {"--row-format", "fp8", "fp8-block128", "fp4-nv"}},
       {{"--wire-format", "fp4"}, {"--wire-format", "fp4", "none", "fp8-e5m2-mx"}},

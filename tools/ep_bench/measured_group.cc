@@ -146,6 +146,7 @@ void MeasuredGroup::pass_plan_tensors(const TokenTensors& inputs, bool every_out
   args.topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes};
   args.counts = integers(prepared_.counts);
   args.offsets = integers(prepared_.offsets);
+  args.zone_stride = options_.zone_stride;
   if (!every_output) return;
   args.global_counts = {prepared_.global_counts.data(), EPX_INT64, {info_.num_ranks, options_.experts}};
   args.info = integers(prepared_.info);

@@ -286,6 +286,9 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   add_number(app, "--max-rows", options.max_rows,
              "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
   add_number(app, "--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
+  add_number(app, "--zone-stride", options.zone_stride,
+             "Rows from an expert's zone to the next, of which those beyond are dropped; 0: zones follow each other. What "
+             "does not fit the worst case needs --capacity");
   app.add_option("--pads", pads, "What dispatch does with the pads of zones: zero or untouched");
   add_number(app, "--capacity", options.capacity, "Receive capacity, rows per rank; 0: enough for the worst case");
   app.add_option("--seed", seed, "Seed of routing, tokens and weights, a number from 0 to 2^64 - 1");

@@ -61,6 +61,7 @@ struct Options {
   Layout layout = Layout::ExpertMajor;
   int32_t max_rows = 0;          // M, rows of each source rank in the rank-major layout; 0: T
   int32_t alignment = 0;         // rows
+  int64_t zone_stride = 0;       // rows; 0: zones follow each other
   epx_pads pads = EPX_PADS_ZERO; // of dispatch
   int64_t capacity = 0;          // R in rows; 0: worst case
   uint64_t seed = 1;

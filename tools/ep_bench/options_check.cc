@@ -21,6 +21,7 @@ void check_shape(const Options& options) {
   check_range("--experts", options.experts, 1, kMax);
   check_range("--top-k", options.top_k, 1, 64);
   check_range("--alignment", options.alignment, 0, kMax);
+  check_range("--zone-stride", options.zone_stride, 0, kMax);
   check_range("--capacity", options.capacity, 0, kMax);
   check_range("--ranks-per-node", options.ranks_per_node, 0, kMax);
   check_range("--fixed-rail-tokens", options.fixed_rail_tokens, 0, std::max(options.tokens, 1));
@@ -67,6 +68,7 @@ void check_layout(const Options& options) {
     throw UsageError(fmt::format("{} is {} and --layout is 'rank-major'; {}", option, value, reason));
   };
   if (options.alignment > 1) refuse("--alignment", options.alignment, "that layout has no zones to align");
+  if (options.zone_stride > 0) refuse("--zone-stride", options.zone_stride, "that layout has no zones");
   if (options.pads != EPX_PADS_ZERO) refuse("--pads", to_string(options.pads), "that layout has no pads");
   if (options.capacity > 0) refuse("--capacity", options.capacity, "--max-rows bounds the rows of that layout");
   if (options.combine_precision != EPX_COMBINE_WIRE)
@@ -149,6 +151,8 @@ void check_block(const Options& options) {
     refuse_with_block("--pause-ms", fmt::format("{}", options.block.pause_ms), "pauses belong to --transport nccl");
   if (options.routing.kind != RoutingSpec::Kind::Uniform && options.routing.kind != RoutingSpec::Kind::Zipf)
     refuse_with_block("--routing", to_string(options.routing), "a router makes the block's routing: uniform or zipf:S");
+  if (options.zone_stride > 0)
+    refuse_with_block("--zone-stride", fmt::format("{}", options.zone_stride), "the block's zones follow each other");
   if (options.capacity > 0)
     refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
   if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");

@@ -81,12 +81,13 @@ void check_drops(const Options& options, const Survey& survey, const epx_group_i
         fmt::format("{} is given, --fixed-rail-tokens is {} and {}, and {:.1f} routes per iteration are dropped; "
                     "{} is for routing whose tokens all find a place on the rails",
                     option, options.fixed_rail_tokens, nodes_text(group), dropped, what));
+  const auto [bound, rows] = options.is_rank_major()   ? std::pair<const char*, int64_t>("--max-rows", options.max_rows)
+                             : options.zone_stride > 0 ? std::pair("--zone-stride", options.zone_stride)
+                                                       : std::pair("--capacity", options.capacity);
   if (is_whole)
-    throw AgreedError(kExitUsage,
-                      fmt::format("{} is given and {} is {}, which drops {:.1f} routes per iteration; "
-                                  "{} is for routing without drops",
-                                  option, options.is_rank_major() ? "--max-rows" : "--capacity",
-                                  options.is_rank_major() ? options.max_rows : options.capacity, dropped, what));
+    throw AgreedError(kExitUsage, fmt::format("{} is given and {} is {}, which drops {:.1f} routes per iteration; "
+                                              "{} is for routing without drops",
+                                              option, bound, rows, dropped, what));
 }
 
 #if defined(EPX_WITH_CUDA)

@@ -103,6 +103,7 @@ private:
   reference::Problem native_problem() const {
     reference::Problem native = problem();
     native.alignment = 1;
+    native.zone_stride = 0;
     native.precision = EPX_COMBINE_EXACT;
     return native;
   }

@@ -95,7 +95,8 @@ protected:
             .alignment = options_.alignment,
             .max_recv_tokens = measured_.info().max_recv_tokens_per_rank,
             .precision = options_.combine_precision,
-            .ranks_per_node = measured_.info().ranks_per_node};
+            .ranks_per_node = measured_.info().ranks_per_node,
+            .zone_stride = options_.zone_stride};
   }
 
   // Scribbles over the outputs and runs one call of the library, which all ranks enter and leave together.
