@@ -23,15 +23,15 @@ namespace ffi = xla::ffi;
 namespace {
 
 // The attributes of a dispatch: those of all calls, what is optional, and its row format, whose scaling is EPX_SCALING_NONE
-// without one.
+// without one. zone_stride is of prepare_dispatch, and 0 in the others.
 struct DispatchAttributes {
-  int64_t group, top_k, alignment, optional_operands, optional_results, scaling, dtype, scale_layout;
+  int64_t group, top_k, alignment, zone_stride, optional_operands, optional_results, scaling, dtype, scale_layout;
   float amax_floor;
 };
 
 // Those of prepare, which moves no rows.
-struct LayerAttributes {
-  int64_t group, top_k, alignment;
+struct PrepareAttributes {
+  int64_t group, top_k, alignment, zone_stride;
 };
 
 // Those of the other calls, which have no optional tensors of rows, but a format.
@@ -44,13 +44,15 @@ struct FormatAttributes {
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int64_t>("group"),
                                       ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
+                                      ffi::StructMember<int64_t>("zone_stride"),
                                       ffi::StructMember<int64_t>("optional_operands"),
                                       ffi::StructMember<int64_t>("optional_results"), ffi::StructMember<int64_t>("scaling"),
                                       ffi::StructMember<int64_t>("dtype"), ffi::StructMember<int64_t>("scale_layout"),
                                       ffi::StructMember<float>("amax_floor"));
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(LayerAttributes, ffi::StructMember<int64_t>("group"),
-                                      ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(PrepareAttributes, ffi::StructMember<int64_t>("group"),
+                                      ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
+                                      ffi::StructMember<int64_t>("zone_stride"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(FormatAttributes, ffi::StructMember<int64_t>("group"),
                                       ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
@@ -256,7 +258,7 @@ ffi::Error call(epx_status (*function)(epx_group, const Args*), const Attributes
 ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::Result<ffi::AnyBuffer>,
                    ffi::Result<ffi::AnyBuffer> handle_mem, ffi::Result<ffi::AnyBuffer> counts,
                    ffi::Result<ffi::AnyBuffer> offsets, ffi::Result<ffi::AnyBuffer> global_counts,
-                   ffi::Result<ffi::AnyBuffer> info, ffi::RemainingRets slot, LayerAttributes attributes) {
+                   ffi::Result<ffi::AnyBuffer> info, ffi::RemainingRets slot, PrepareAttributes attributes) {
   const epx_tensor idx = tensor_of(topk_idx), count = tensor_of(*counts), offset = tensor_of(*offsets);
   const epx_tensor global = tensor_of(*global_counts);
   const epx_tensor numbers = epx_tensor_1d(info->untyped_data(), EPX_INT64, info->dimensions().front());
@@ -269,6 +271,7 @@ ffi::Error prepare(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_idx, ffi::R
   args.global_counts = &global;
   args.info = &numbers;
   args.slot = optional(out, 0);
+  args.zone_stride = attributes.zone_stride;
   return call(epx_prepare, attributes, stream, *handle_mem, args);
 }
 
@@ -301,6 +304,7 @@ ffi::Error prepare_dispatch(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk_id
   args.info = &numbers;
   args.slot = rows.slot();
   rows.point(args);
+  args.zone_stride = attributes.zone_stride;
   return call(epx_prepare_dispatch, attributes, stream, *handle_mem, args);
 }
 

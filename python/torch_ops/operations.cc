@@ -57,7 +57,8 @@ private:
   epx_tensor counts_, offsets_, global_counts_, info_;
 };
 
-tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment, bool int64_counts) {
+tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignment, bool int64_counts,
+                              int64_t zone_stride) {
   const GroupUse group(id);
   const epx_tensor indices = view("topk_idx", topk_idx, group->place, {kAnySize, kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_args>(*group, indices.sizes[1], alignment);
@@ -65,6 +66,7 @@ tuple<Tensor, Tensor> prepare(int64_t id, const Tensor& topk_idx, int64_t alignm
   const PlanOutputs plan(group->place, group->info, int64_counts);
   plan.point(args);
   args.topk_idx = &indices;
+  args.zone_stride = zone_stride;
   throw_if_failed(epx_prepare(group->group, &args));
   return {handle_mem, plan.results};
 }
@@ -143,7 +145,7 @@ Tensor dispatch_into(int64_t id, const Tensor& handle_mem, const Tensor& tokens,
 // Returns what prepare does, and recv_weights.
 tuple<Tensor, Tensor, Tensor> prepare_dispatch_rows(const Group& group, const Rows& rows, const Tensor& topk_idx,
                                                     const optional<Tensor>& topk_weights, int64_t alignment,
-                                                    bool int64_counts, int64_t pads,
+                                                    bool int64_counts, int64_t zone_stride, int64_t pads,
                                                     const epx_row_format* format = nullptr) {
   const epx_tensor indices = view("topk_idx", topk_idx, group.place, {rows.sent.sizes[0], kAnySize}, kIndexDtypes);
   auto args = make_args<epx_prepare_dispatch_args>(group, indices.sizes[1], alignment);
@@ -151,42 +153,45 @@ tuple<Tensor, Tensor, Tensor> prepare_dispatch_rows(const Group& group, const Ro
   const PlanOutputs plan(group.place, group.info, int64_counts);
   plan.point(args);
   args.topk_idx = &indices;
+  args.zone_stride = zone_stride;
   return {handle_mem, plan.results, move_rows(group, epx_prepare_dispatch, args, rows, topk_weights, pads, format)};
 }
 
 // Returns what prepare does and then what dispatch does.
 tuple<Tensor, Tensor, Tensor, Tensor> prepare_dispatch(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
                                                        const optional<Tensor>& topk_weights, int64_t alignment,
-                                                       bool int64_counts, int64_t pads, int64_t num_rows) {
+                                                       bool int64_counts, int64_t zone_stride, int64_t pads,
+                                                       int64_t num_rows) {
   const GroupUse group(id);
   const Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   const auto [handle_mem, results, recv_weights] =
-      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
+      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, zone_stride, pads);
   return {handle_mem, results, rows.recv_tokens, recv_weights};
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor>
 prepare_dispatch_sidecar(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
-                         int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows, const Tensor& sidecar) {
+                         int64_t alignment, bool int64_counts, int64_t zone_stride, int64_t pads, int64_t num_rows,
+                         const Tensor& sidecar) {
   const GroupUse group(id);
   Rows rows = new_rows(*group, tokens, lead_of(num_rows));
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
   const auto [handle_mem, results, recv_weights] =
-      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads);
+      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, zone_stride, pads);
   return {handle_mem, results, rows.recv_tokens, recv_weights, recv_sidecar};
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 prepare_dispatch_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
-                        int64_t alignment, bool int64_counts, int64_t pads, int64_t num_rows,
+                        int64_t alignment, bool int64_counts, int64_t zone_stride, int64_t pads, int64_t num_rows,
                         const std::vector<int64_t>& format, double amax_floor, const optional<Tensor>& scales,
                         const optional<Tensor>& row_scales, const optional<Tensor>& encode_scale,
                         const optional<Tensor>& sidecar) {
   const GroupUse group(id);
   FormatRows rows(*group, tokens, lead_of(num_rows), {format, amax_floor, scales, row_scales, encode_scale});
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
-  const auto [handle_mem, results, recv_weights] =
-      prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment, int64_counts, pads, rows.format());
+  const auto [handle_mem, results, recv_weights] = prepare_dispatch_rows(*group, rows, topk_idx, topk_weights, alignment,
+                                                                         int64_counts, zone_stride, pads, rows.format());
   return {handle_mem, results, rows.recv_tokens, recv_weights, rows.recv_scales, rows.recv_row_scales, recv_sidecar};
 }
 
@@ -269,7 +274,8 @@ tuple<Tensor, Tensor> dispatch_bwd(int64_t id, const Tensor& handle_mem, const T
 } // namespace epx_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
-  library.def("prepare(int group, Tensor topk_idx, int alignment, bool int64_counts) -> (Tensor, Tensor)");
+  library.def("prepare(int group, Tensor topk_idx, int alignment, bool int64_counts, "
+              "int zone_stride=0) -> (Tensor, Tensor)");
   library.def("dispatch(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
               "int pads, SymInt num_rows) -> (Tensor, Tensor)");
   library.def("dispatch_into(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
@@ -278,18 +284,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
       "dispatch_sidecar(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, int alignment, "
       "int pads, SymInt num_rows, Tensor sidecar) -> (Tensor, Tensor, Tensor)");
   library.def("prepare_dispatch_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, "
-              "bool int64_counts, int pads, SymInt num_rows, Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+              "bool int64_counts, int zone_stride, int pads, SymInt num_rows, Tensor sidecar) -> (Tensor, Tensor, Tensor, "
+              "Tensor, Tensor)");
   library.def(
       "prepare_dispatch(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, bool int64_counts, "
-      "int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int zone_stride, int pads, SymInt num_rows) -> (Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "dispatch_format(int group, Tensor handle_mem, Tensor tokens, Tensor? topk_weights, int top_k, "
       "int alignment, int pads, SymInt num_rows, int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, "
       "Tensor? encode_scale, Tensor? sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("prepare_dispatch_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, "
-              "bool int64_counts, int pads, SymInt num_rows, int[] format, float amax_floor, Tensor? scales, "
-              "Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
-              "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def(
+      "prepare_dispatch_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, int alignment, "
+      "bool int64_counts, int zone_stride, int pads, SymInt num_rows, int[] format, float amax_floor, Tensor? scales, "
+      "Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def("combine(int group, Tensor handle_mem, Tensor expert_out, Tensor? recv_weights, int top_k, int alignment, "
               "SymInt num_tokens, int[] format=[], float amax_floor=0) -> Tensor");
   library.def(

@@ -107,8 +107,8 @@ def undefined_rows_layer(group, tokens, topk_idx, weights, expert_weight, token)
     return epx.jax.combine(plan, rows, row_weights, token)
 
 
-def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignment=1, num_rows=None):
-    plan, token = epx.jax.prepare(group, topk_idx, token, alignment=alignment)
+def moe_layer(group, tokens, topk_idx, weights, expert_weight, token, *, alignment=1, zone_stride=0, num_rows=None):
+    plan, token = epx.jax.prepare(group, topk_idx, token, alignment=alignment, zone_stride=zone_stride)
     rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token, num_rows=num_rows)
     return epx.jax.combine(plan, experts(rows, plan.offsets, expert_weight), row_weights, token)
 

@@ -76,6 +76,27 @@ class ProcessLocal(jax_ranks.TestCase):
         tolerance = dict(rtol=1e-2, atol=5e-3) if ON_GPU else TOLERANCE
         self.check(group, Data([4] * RANKS, seed=17), jax_ranks.undefined_rows_layer, tolerance)
 
+    def test_1_zones_of_fixed_stride(self):
+        """Rows behind a zone's pads are zero, and so are they in the gradients."""
+        stride = 4 * RANKS  # no expert has more routes
+        group = self.group(max_recv_tokens_per_rank=jax_ranks.EXPERTS * stride)
+        data = Data([4] * RANKS, seed=24)
+        for layer in (moe_layer, jax_ranks.prepare_dispatch_layer):
+            self.check(group, data, layer, alignment=4, zone_stride=stride)
+
+        @jax.jit
+        def dispatch(tokens):
+            idx, weights = jnp.asarray(data.idx[RANK]), float32(data.weights[RANK])
+            plan, token = epx.jax.prepare(group, idx, epx.jax.first_token(), zone_stride=stride)
+            rows, row_weights, token = epx.jax.dispatch(plan, tokens, weights, token)
+            return epx.jax.finish((plan, rows, row_weights), token)
+
+        plan, rows, row_weights = dispatch(float32(data.tokens[RANK]) + 1)
+        numpy.testing.assert_array_equal(plan.offsets, stride * numpy.arange(group.num_local_experts + 1))
+        zones = numpy.asarray(row_weights)[: plan.offsets[-1]].reshape(-1, stride)
+        numpy.testing.assert_array_equal(zones != 0, numpy.arange(stride) < numpy.asarray(plan.counts)[:, None])
+        numpy.testing.assert_array_equal(rows.any(axis=1), row_weights != 0)
+
     def test_1_nodes(self):
         ranks_per_node = ranks.ranks_per_node() if ON_GPU else 1
         group = self.group(combine_precision="node", ranks_per_node=ranks_per_node)

@@ -120,18 +120,23 @@ def check_against_dense(data, out, leaves, own, *, weighted=True, tolerance=1e-5
         torch.testing.assert_close(grad.double().cpu(), expected_grad, rtol=10 * tolerance, atol=10 * tolerance)
 
 
-def exchange_layer(group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None, in_one_call=False):
+def exchange_layer(
+    group, idx, tokens, weights, matrices, alignment=1, weighted=True, num_rows=None, in_one_call=False, zone_stride=0
+):
     """The same by the operations; `matrices` are those of this rank's experts. in_one_call: by prepare_dispatch."""
+    zones = dict(alignment=alignment, zone_stride=zone_stride)
     dtype = matrices.dtype if tokens.dtype == torch.float64 else tokens.dtype
     dtype = torch.float32 if dtype == torch.float64 else dtype
     sent, weights = tokens.to(dtype), weights.float() if weighted else None
     if in_one_call:
         plan, rows, row_weights = epx.torch.prepare_dispatch(
-            group, sent, on_device(idx), weights, alignment=alignment, num_rows=num_rows or group.max_recv_tokens_per_rank
+            group, sent, on_device(idx), weights, num_rows=num_rows or group.max_recv_tokens_per_rank, **zones
         )
     else:
-        plan = epx.torch.prepare(group, on_device(idx), alignment=alignment)
+        plan = epx.torch.prepare(group, on_device(idx), **zones)
         rows, row_weights = epx.torch.dispatch(plan, sent, weights, num_rows=num_rows)
+    if zone_stride:
+        assert plan.offsets.tolist() == [zone_stride * zone for zone in range(group.num_local_experts + 1)]
     parts, end = [], 0
     for expert, (begin, count) in enumerate(zip(plan.offsets.tolist(), plan.counts.tolist())):
         parts += [rows[end:begin] * 0, torch.tanh(rows[begin : begin + count] @ matrices[expert].to(dtype).t())]

@@ -103,6 +103,22 @@ class Exchange(unittest.TestCase):
                 ranks.refused(self, words, call)
             group.check()
 
+    def test_1c_zones_of_fixed_stride(self):
+        stride = 4 * RANKS * RANKS  # no expert has more routes
+        with make_group(max_recv_tokens_per_rank=EXPERTS * stride) as group:
+            for in_one_call in (False, True):
+                for num_tokens in ([4] * RANKS, NUM_TOKENS):
+                    self.check(group, num_tokens, alignment=4, zone_stride=stride, in_one_call=in_one_call)
+            idx = on_device(torch.zeros(3, 1, dtype=torch.int64))  # all to the first expert, which rank 0 has
+            plan = epx.torch.prepare(group, idx, zone_stride=2)
+            self.assertEqual(int(plan.counts.sum()), 2 if RANK == 0 else 0)
+            if RANK == 0:
+                with self.assertRaisesRegex(epx.EventError, "more routes than zone_stride, 2"):
+                    group.check()
+            call = functools.partial(epx.torch.prepare, group, idx, alignment=2, zone_stride=3)
+            ranks.refused(self, "zone_stride is 3; it must be a multiple", call)
+            group.check()
+
     def test_2_finite_differences(self):
         with make_group(combine_precision="exact") as group:
             data = Data(NUM_TOKENS, 2, seed=3)

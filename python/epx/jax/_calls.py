@@ -39,9 +39,15 @@ def values_of(arguments):
     return [argument.value for argument in arguments]
 
 
-def rows_in_use(zero_unused, num_rows, offsets):
-    """Which rows [N] are in use; None where that does not matter."""
-    return jnp.arange(num_rows, dtype=offsets.dtype) < offsets[-1] if zero_unused else None
+def rows_in_use(zero_unused, num_rows, zones, zone_stride):
+    """Which rows [N] are in use; None where that does not matter. zones: counts of zones a stride apart, else offsets."""
+    if not zero_unused:
+        return None
+    rows = jnp.arange(num_rows, dtype=zones.dtype)
+    if zone_stride == 0:
+        return rows < zones[-1]
+    counts = jnp.append(zones, 0)  # behind the last zone there are no rows
+    return rows % zone_stride < counts[jnp.minimum(rows // zone_stride, zones.size)]
 
 
 def holds_token_mask(max_rows, counts):

@@ -25,23 +25,29 @@ def _planned(group, top_k, alignment):
     ]
 
 
-def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True) -> tuple[Plan, jax.Array]:
+def prepare(
+    group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused=True, zone_stride=0
+) -> tuple[Plan, jax.Array]:
     """Turns top-k indices into a plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
     with_slot: whether the plan has slot.  zero_unused: whether rows behind those in use, of dispatch and of combine's gradient,
     are zero. Making them zero takes XLA a pass over the rows; with False they are whatever memory held, NaN for instance, which
     experts may compute with but must not sum into other rows or into the gradients of weights, as jax.lax.ragged_dot does not.
+    zone_stride: rows from one zone to the next, a multiple of alignment, the same on all ranks. Routes to an expert beyond it
+    are dropped, and rows of a zone behind its pads are unused. 0: a zone begins where the one before it ends.
     Returns (Plan, token). Indices have no gradient, and its backward makes no call.
     """
     require_usable(group)
     require_token(token)
     num_tokens, top_k = require_topk_idx(group, topk_idx)
+    zone_stride = count("zone_stride", zone_stride)
     results = _planned(group, top_k, alignment) + [struct((num_tokens, top_k), jnp.int32)] * with_slot
 
     @jax.custom_vjp
     def run(token, topk_idx):
-        return tuple(call_group("prepare", group, (top_k, alignment), [token, topk_idx], results))
+        layer = top_k, alignment
+        return tuple(call_group("prepare", group, layer, [token, topk_idx], results, zone_stride=zone_stride))
 
     def forward(token, topk_idx):
         return run(token.value, topk_idx.value), None
@@ -62,6 +68,7 @@ def prepare(group, topk_idx, token, *, alignment=1, with_slot=False, zero_unused
         reference_to(group),
         top_k,
         alignment,
+        zone_stride,
         num_tokens,
         zero_unused,
     )
@@ -97,13 +104,13 @@ def dispatch(
     layer = plan.top_k, plan.alignment
 
     @jax.custom_vjp
-    def run(token, handle_mem, offsets, *operands):
+    def run(token, handle_mem, zones, *operands):
         token, *results = call_group("dispatch", group, layer, [token, handle_mem, *operands], rows.results, **rows.attributes)
-        return token, *rows.outputs(results, rows_in_use(plan.zero_unused, num_rows, offsets))
+        return token, *rows.outputs(results, rows_in_use(plan.zero_unused, num_rows, zones, plan.zone_stride))
 
-    def forward(token, handle_mem, offsets, tokens, *optional):
+    def forward(token, handle_mem, zones, tokens, *optional):
         rows.require_gradient(tokens)
-        values = values_of([token, handle_mem, offsets, tokens, *optional])
+        values = values_of([token, handle_mem, zones, tokens, *optional])
         return run(*values), tuple(values[:2])
 
     def backward(residuals, cotangents):
@@ -114,7 +121,7 @@ def dispatch(
         return next_token, None, None, *rows.gradients(grads)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, *outputs = run(token, plan.handle_mem, plan.offsets, *rows.operands)
+    token, *outputs = run(token, plan.handle_mem, plan._zones, *rows.operands)
     return *rows.received(outputs), token
 
 
@@ -128,6 +135,7 @@ def prepare_dispatch(
     alignment=1,
     with_slot=False,
     zero_unused=True,
+    zone_stride=0,
     num_rows=None,
     sidecar=None,
     format=None,
@@ -149,7 +157,8 @@ def prepare_dispatch(
     layer = top_k, alignment
     planned = _planned(group, top_k, alignment)
     slots = [struct((num_tokens, top_k), jnp.int32)] * with_slot
-    attributes = rows.attributes
+    zone_stride = count("zone_stride", zone_stride)
+    attributes = rows.attributes | dict(zone_stride=zone_stride)
     if with_slot:
         attributes["optional_results"] |= SLOT
 
@@ -160,7 +169,8 @@ def prepare_dispatch(
         )
         parts, results = results[: len(planned)], results[len(planned) :]
         slot = [results.pop()] if with_slot else []
-        return token, *parts, *slot, *rows.outputs(results, rows_in_use(zero_unused, num_rows, parts[2]))
+        zones = parts[1 if zone_stride else 2]  # counts or offsets
+        return token, *parts, *slot, *rows.outputs(results, rows_in_use(zero_unused, num_rows, zones, zone_stride))
 
     def forward(token, topk_idx, tokens, *optional):
         rows.require_gradient(tokens)
@@ -178,7 +188,7 @@ def prepare_dispatch(
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, handle_mem, counts, offsets, global_counts, info, *outputs = run(token, topk_idx, *rows.operands)
     slot = outputs.pop(0) if with_slot else None
-    layer_of_plan = reference_to(group), top_k, alignment, num_tokens, zero_unused
+    layer_of_plan = reference_to(group), top_k, alignment, zone_stride, num_tokens, zero_unused
     plan = Plan(handle_mem, counts, offsets, global_counts, saturated(info), slot, *layer_of_plan)
     return plan, *rows.received(outputs), token
 
@@ -208,25 +218,25 @@ def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=N
     returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
     @jax.custom_vjp
-    def run(token, handle_mem, offsets, expert_out, *weights):
+    def run(token, handle_mem, zones, expert_out, *weights):
         return tuple(call_group("combine", group, layer, [token, handle_mem, expert_out, *weights], combined, **in_forward))
 
-    def forward(token, handle_mem, offsets, expert_out, *weights):
-        values = values_of([token, handle_mem, offsets, expert_out, *weights])
+    def forward(token, handle_mem, zones, expert_out, *weights):
+        values = values_of([token, handle_mem, zones, expert_out, *weights])
         # The gradient of the weights is all that needs the rows.
         return run(*values), (*values[:3], *(reversed(values[3:]) if weights else ()))
 
     def backward(residuals, cotangents):
-        token, handle_mem, offsets, *weights_and_rows = residuals
+        token, handle_mem, zones, *weights_and_rows = residuals
         require_cotangent_of_token("combine", cotangents[0])
         next_token, grad_out = map(instantiate, cotangents)
         operands = [next_token, token, handle_mem, grad_out, *weights_and_rows]
         next_token, *grads = call_group("combine_bwd", group, layer, operands, returned, **in_backward)
-        in_use = rows_in_use(plan.zero_unused, num_rows, offsets)
+        in_use = rows_in_use(plan.zero_unused, num_rows, zones, plan.zone_stride)
         return next_token, None, None, *[grad if in_use is None else where_in_use(in_use, grad) for grad in grads]
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    token, out = run(token, plan.handle_mem, plan.offsets, expert_out, *weights)
+    token, out = run(token, plan.handle_mem, plan._zones, expert_out, *weights)
     return out, token
 
 

@@ -40,7 +40,7 @@ class _HasGroup:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "offsets", "global_counts", "info", "slot"],
-    meta_fields=["group_reference", "top_k", "alignment", "num_tokens", "zero_unused"],
+    meta_fields=["group_reference", "top_k", "alignment", "zone_stride", "num_tokens", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
 class Plan(_HasGroup):
@@ -48,8 +48,8 @@ class Plan(_HasGroup):
     expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is the number of rows in use.  global_counts: [P,
     E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand, kept, dropped (routes to this rank),
     dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K] int32, the row of each route on its
-    expert's rank, -1 where it is masked or dropped; or None. group, top_k, alignment, num_tokens and
-    zero_unused are static."""
+    expert's rank, -1 where it is masked or dropped; or None. group, top_k, alignment, zone_stride,
+    num_tokens and zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -60,8 +60,14 @@ class Plan(_HasGroup):
     group_reference: weakref.ref
     top_k: int
     alignment: int
+    zone_stride: int
     num_tokens: int
     zero_unused: bool
+
+    @property
+    def _zones(self):
+        """What rows_in_use() takes."""
+        return self.counts if self.zone_stride else self.offsets
 
 
 @functools.partial(

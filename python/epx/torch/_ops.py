@@ -81,7 +81,7 @@ class Plan:
         return int(self.offsets[-1])
 
 
-def _fake_plan(group, topk_idx, alignment, int64_counts):
+def _fake_plan(group, topk_idx, alignment, int64_counts, zone_stride=0):
     known = groups[group]
     known.require_layer(topk_idx.shape[1], alignment)
     dtype = torch.int64 if int64_counts else torch.int32
@@ -101,7 +101,9 @@ def _fake_rows(tokens, topk_weights, num_rows, *sidecar):
     return *rows, *[new_tensor(each, num_rows, each.shape[1]) for each in sidecar]
 
 
-def _fake_prepare_dispatch(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows, *sidecar):
+def _fake_prepare_dispatch(
+    group, tokens, topk_idx, topk_weights, alignment, int64_counts, zone_stride, pads, num_rows, *sidecar
+):
     return *_fake_plan(group, topk_idx, alignment, int64_counts), *_fake_rows(tokens, topk_weights, num_rows, *sidecar)
 
 
@@ -118,7 +120,20 @@ def _fake_dispatch_format(
 
 
 @torch.library.register_fake("epx::prepare_dispatch_format")
-def _(group, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows, codes, amax_floor, *scales_and_sidecar):
+def _(
+    group,
+    tokens,
+    topk_idx,
+    topk_weights,
+    alignment,
+    int64_counts,
+    zone_stride,
+    pads,
+    num_rows,
+    codes,
+    amax_floor,
+    *scales_and_sidecar,
+):
     layer = topk_idx.shape[1], alignment, pads
     rows = _fake_dispatch_format(
         group, None, tokens, topk_weights, *layer, num_rows, codes, amax_floor, *scales_and_sidecar
@@ -174,9 +189,9 @@ class _Dispatch(torch.autograd.Function):
 
 class _PrepareDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows):
+    def forward(ctx, more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, zone_stride, pads, num_rows):
         outputs = _PREPARE_DISPATCH.run(
-            more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, pads, num_rows
+            more, number, tokens, topk_idx, topk_weights, alignment, int64_counts, zone_stride, pads, num_rows
         )
         ctx.layer = number, topk_idx.shape[1], alignment, tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[0])
@@ -187,7 +202,7 @@ class _PrepareDispatch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *grads):
         grad_tokens, grad_weights = _dispatch_backward(ctx, *_PREPARE_DISPATCH.grads(ctx, grads))
-        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, *4 * [None]
+        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, *5 * [None]
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -265,17 +280,27 @@ def _pads(pads):
     return _PADS[pads]
 
 
-def prepare(group: Group, topk_idx: torch.Tensor, *, alignment: int = 1, counts_dtype: torch.dtype = torch.int32) -> Plan:
+def prepare(
+    group: Group,
+    topk_idx: torch.Tensor,
+    *,
+    alignment: int = 1,
+    counts_dtype: torch.dtype = torch.int32,
+    zone_stride: int = 0,
+) -> Plan:
     """Turns top-k indices into a Plan. Collective.
 
     topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.  alignment: rows that zones are padded to.
     counts_dtype: torch.int32 or torch.int64, of counts, offsets and global_counts.
+    zone_stride: rows from one zone to the next, a multiple of alignment, the same on all ranks. Routes to an expert beyond it
+    are dropped. Rows of a zone behind its pads hold whatever memory held, in dispatch and in the gradient of combine. 0: a
+    zone begins where the one before it ends.
     """
     require_kind("group", group, Group)
     number = group.number
     require_usable(group, "topk_idx", topk_idx)
     _refuse_transforms(topk_idx)
-    made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype))
+    made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype), zone_stride)
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
 
@@ -293,6 +318,7 @@ def prepare_dispatch(
     format: RowFormat | None = None,
     with_wide: bool = False,
     grad_format: RowFormat | None = None,
+    zone_stride: int = 0,
 ) -> tuple:
     """prepare and dispatch in one call, which is the faster form unless tokens are many and SMs few. Collective, and so is its
     backward; all ranks make this call, or all make the two others.
@@ -309,7 +335,8 @@ def prepare_dispatch(
         num_rows = group.max_recv_tokens_per_rank
     tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     require_usable(group, "topk_idx", topk_idx)
-    args = number, tokens, topk_idx, topk_weights, alignment, int64_counts, _pads(pads), num_rows
+    plan_args = alignment, int64_counts, zone_stride
+    args = number, tokens, topk_idx, topk_weights, *plan_args, _pads(pads), num_rows
     run = _PrepareDispatch.apply if records else _PREPARE_DISPATCH.run
     handle_mem, results, *rows = run(more, *args)
     plan = Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], handle_mem, results)
