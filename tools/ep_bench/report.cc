@@ -339,7 +339,7 @@ nlohmann::json config_json(const Options& options) {
           {"layout", to_string(options.layout)},
           {"max_rows", given(options.is_rank_major(), options.rows_per_source())},
           {"alignment", options.alignment},
-          {"zone_stride", options.zone_stride},
+          {"zone_stride", given(options.zone_stride > 0, options.zone_stride)},
           {"pads", to_string(options.pads)},
           {"capacity", options.capacity},
           {"seed", options.seed},
