@@ -64,26 +64,15 @@ struct LaneWords {
     for (int i = 0; i < kWords; ++i)
       words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
   }
-  // kIsVector: the address of h is aligned to 16 bytes, and the row has all or none of the lane's elements. What it does not
-  // have is 0.
-  template <bool kIsVector>
+  // What the row does not have is 0.
   __device__ void load(const T* row, int64_t h, int64_t hidden) {
+    T elements[kLaneElements];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i)
-      words[i] = 0;
-    if constexpr (kIsVector) {
-      if (h >= hidden) return;
-#pragma unroll
-      for (int i = 0; i < kWords / 4; ++i)
-        memcpy(words + 4 * i, reinterpret_cast<const uint4*>(row + h) + i, sizeof(uint4));
-    } else {
-      T elements[kLaneElements];
-#pragma unroll
-      for (int i = 0; i < kLaneElements; ++i)
-        elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
-      memcpy(words, elements, sizeof(words));
-    }
+    for (int i = 0; i < kLaneElements; ++i)
+      elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
+    memcpy(words, elements, sizeof(words));
   }
+  // kIsVector: the address of h is aligned to 16 bytes, and the row has all or none of the lane's elements.
   template <bool kIsVector>
   __device__ void store(T* row, int64_t h, int64_t hidden) const {
     if constexpr (kIsVector) {
@@ -123,21 +112,12 @@ struct LaneCodes {
           words[i / 4] |= static_cast<uint32_t>(row[first + i]) << (8 * (i % 4));
     }
   }
-  template <bool kIsVector>
   __device__ void store(std::byte* row, int64_t h, int64_t hidden, int per_byte) const {
     const int64_t first = h / per_byte, bytes = (hidden + per_byte - 1) / per_byte;
-    if constexpr (kIsVector) {
-      if (h >= hidden) return;
-      if (per_byte == 1)
-        *reinterpret_cast<uint4*>(row + first) = uint4{words[0], words[1], words[2], words[3]};
-      else
-        *reinterpret_cast<uint2*>(row + first) = uint2{words[0], words[1]};
-    } else {
 #pragma unroll
-      for (int i = 0; i < kLaneElements; ++i)
-        if (i < kLaneElements / per_byte && first + i < bytes)
-          row[first + i] = static_cast<std::byte>(words[i / 4] >> (8 * (i % 4)));
-    }
+    for (int i = 0; i < kLaneElements; ++i)
+      if (i < kLaneElements / per_byte && first + i < bytes)
+        row[first + i] = static_cast<std::byte>(words[i / 4] >> (8 * (i % 4)));
   }
 };
 
@@ -266,7 +246,7 @@ __device__ inline float encode_scale_of(const T* row, int64_t hidden, const floa
 #pragma unroll 1
   for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
     LaneWords<T> words;
-    words.template load<false>(row, tile + lane() * kLaneElements, hidden);
+    words.load(row, tile + lane() * kLaneElements, hidden);
     float x[kLaneElements];
     words.unpack(x);
 #pragma unroll
@@ -289,7 +269,7 @@ __device__ __noinline__ void quantise_row(const WireFormat format, const T* row,
   for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
     const int64_t h = tile + lane() * kLaneElements;
     LaneWords<T> words;
-    words.template load<false>(row, h, hidden);
+    words.load(row, h, hidden);
     float x[kLaneElements];
     words.unpack(x);
     uint32_t stored = 0;
@@ -307,7 +287,7 @@ __device__ __noinline__ void quantise_row(const WireFormat format, const T* row,
       if (dequantises)
         words.template store<false>(reinterpret_cast<T*>(to), h, hidden);
       else
-        codes.store<false>(to, h, hidden, per_byte);
+        codes.store(to, h, hidden, per_byte);
       if (stores_scale) store_scale(scales + scale_offset, layout.scale_bytes, stored);
     }
   }

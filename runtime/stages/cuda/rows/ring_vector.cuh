@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// A lane's 16 bytes of a row in the ring of a TmaRowPipeline, and its largest magnitude, for ring_quantiser.cuh.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "runtime/formats/elements.h"
+#include "runtime/stages/cuda/rows/fragments.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
+
+namespace epx::cuda {
+
+// A lane's vector of elements.
+template <typename T>
+struct RingVector {
+  static constexpr int kBytes = 16;
+  static constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
+  static constexpr int kOfStage = TmaRowPipeline::kStageBytes / (kBytes * kWarp); // vectors that a lane has of a stage
+  static constexpr bool kHasHalves = sizeof(T) == 2;
+  static constexpr uint32_t kInfinity = std::is_same_v<T, float>    ? formats::kInfinityBits
+                                        : std::is_same_v<T, __half> ? 0x7c00
+                                                                    : formats::kInfinityBits >> 16;
+  uint32_t words[kBytes / 4];
+
+  __device__ void load(const std::byte* from) {
+    const uint4 vector = *reinterpret_cast<const uint4*>(from);
+    memcpy(words, &vector, sizeof(vector));
+  }
+  __device__ void store(std::byte* to) const {
+    *reinterpret_cast<uint4*>(to) = uint4{words[0], words[1], words[2], words[3]};
+  }
+  __device__ void unpack(float (&x)[kElements]) const {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i)
+      unpack_word<T>(words[i], x + i * kElementsPerWord<T>);
+  }
+  __device__ void pack(const float (&x)[kElements]) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i)
+      words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
+  }
+
+  // A magnitude is the bits of an element without its sign: numbers that ascend like the bits do.
+  __device__ static uint32_t max_of_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    return __vmaxu2(a, b);
+#else
+    return max(a & 0xffff0000u, b & 0xffff0000u) | max(a & 0xffffu, b & 0xffffu);
+#endif
+  }
+  // Returns the largest magnitude.
+  __device__ uint32_t amax() const {
+    if constexpr (kHasHalves) {
+      uint32_t halves = 0;
+#pragma unroll
+      for (uint32_t word : words)
+        halves = max_of_halves(halves, word & 0x7fff7fffu);
+      return max(halves >> 16, halves & 0xffff);
+    } else {
+      uint32_t magnitude = 0;
+#pragma unroll
+      for (uint32_t word : words)
+        magnitude = max(magnitude, word & formats::kMagnitudeBits);
+      return magnitude;
+    }
+  }
+  __device__ static float value_of(uint32_t magnitude) {
+    if constexpr (std::is_same_v<T, __half>) {
+      float x[2];
+      unpack_word<__half>(magnitude, x);
+      return x[0];
+    } else {
+      return formats::float_of(kHasHalves ? magnitude << 16 : magnitude);
+    }
+  }
+};
+
+} // namespace epx::cuda
