@@ -9,12 +9,14 @@
 #include "tests/gpu/compare_kernel.h"
 #include "tests/support/check.h"
 #include "tests/support/compare.h"
+#include "tests/support/format_data.h"
 #include "tests/support/values.h"
 
 namespace epx::test {
 
 ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_place)
-    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
+    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer),
+      row_format_(wire_format(layer.format).get()), sum_format_(wire_format(layer.sum_format).get()) {
   lay_out();
   for (Memory& memory : memories_) {
     if (!in_place || !memory.is_written_by_peers || memory.bytes == 0) continue;
@@ -25,7 +27,8 @@ ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, bool in_pl
 }
 
 ResidentLayer::ResidentLayer(GroupRun& group, const LayerCase& layer, std::byte* registered, size_t bytes)
-    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer) {
+    : group_(group), device_(group.device()), rank_(group.rank()), layer_(layer),
+      row_format_(wire_format(layer.format).get()), sum_format_(wire_format(layer.sum_format).get()) {
   lay_out();
   for (Memory& memory : memories_) {
     if (!memory.is_written_by_peers) continue;
@@ -60,6 +63,8 @@ void ResidentLayer::lay_out() {
   major.hidden = layer_.hidden;
   major.num_rows = recv_rows;
   major.num_local_experts = group_.info().num_local_experts;
+  if (layer_.format.is_quantised()) major.format = &row_format_;
+  if (layer_.sum_format.is_quantised()) major.sum_format = &sum_format_;
   rank_major = major;
   rank_major.layer.alignment = 0;
   rank_major.num_ranks = shape.num_ranks;
@@ -251,7 +256,7 @@ void ResidentLayer::check_forward(const Workload& work) const {
   const auto rank = static_cast<size_t>(rank_);
   check_integers("counts", work.plan.ranks[rank].counts, read(layer_memory_.counts), EPX_INT32);
   check_integers("offsets", work.plan.ranks[rank].offsets, read(layer_memory_.offsets), EPX_INT32);
-  check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(layer_memory_.recv_tokens), NanRule::bits);
+  check_rows("recv_tokens", work.dispatch.recv_tokens[rank], read(layer_memory_.recv_tokens), rule_of_rows());
   check_floats("recv_weights", work.dispatch.recv_weights[rank], read(layer_memory_.recv_weights), NanRule::bits);
   check_rows("out", work.combine.out[rank], read(layer_memory_.out), NanRule::any_nan);
 }
@@ -263,11 +268,11 @@ void ResidentLayer::check_rank_major(const Workload& work) const {
   std::vector<int64_t> experts = data.dispatch.recv_topk_idx[rank];
   std::ranges::replace(experts, kScribbledInteger, static_cast<int64_t>(0xa5a5a5a5a5a5a5a5));
   check_integers("counts", data.dispatch.counts[rank], read(rank_major_memory_.counts), EPX_INT32);
-  check_rows("recv_tokens", data.dispatch.recv_tokens[rank], read(rank_major_memory_.recv_tokens), NanRule::bits);
+  check_rows("recv_tokens", data.dispatch.recv_tokens[rank], read(rank_major_memory_.recv_tokens), rule_of_rows());
   check_integers("recv_topk_idx", experts, read(rank_major_memory_.recv_topk_idx), EPX_INT64);
   check_floats("recv_weights", data.dispatch.recv_weights[rank], read(rank_major_memory_.recv_weights), NanRule::bits);
   check_rows("grad_expert_out", data.combine_bwd.grad_expert_out[rank], read(rank_major_memory_.grad_expert_out),
-             NanRule::bits);
+             rule_of_rows());
   if (!sums_rank_major()) return;
   check_rows("out", data.combine.out[rank], read(rank_major_memory_.out), NanRule::any_nan);
   check_rows("grad_tokens", data.dispatch_bwd.grad_tokens[rank], read(rank_major_memory_.grad_tokens), NanRule::any_nan);

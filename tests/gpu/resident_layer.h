@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "tests/support/compare.h"
 #include "tests/support/group_run.h"
 #include "tests/support/layer_memory.h"
 #include "tests/support/workload.h"
@@ -14,6 +15,7 @@
 namespace epx::test {
 
 // It passes all optional tensors. The case must have TokenCount::full, RecvRows::capacity and no sidecars: shapes never change.
+// Its formats are none, or the same on_wire in all calls that move rows; these have no tensors of their own.
 // A layer of RankMajorRows::max_tokens can make the rank-major calls, whose plan is beside that of prepare.
 class ResidentLayer {
 public:
@@ -84,12 +86,14 @@ private:
   void allocate_on_device(); // what has no memory yet
   std::vector<std::byte> read(const std::byte* tensor) const;
   const Memory& memory_of(const std::byte* tensor) const;
+  NanRule rule_of_rows() const { return layer_.format.is_quantised() ? NanRule::any_nan : NanRule::bits; }
   bool sums_rank_major() const { return group_.shape().precision == EPX_COMBINE_WIRE; }
 
   GroupRun& group_;
   Device& device_; // outlives the group
   int rank_;
   LayerCase layer_;
+  epx_row_format row_format_, sum_format_;
   LayerMemory layer_memory_, rank_major_memory_;
   std::byte *handle_ = nullptr, *rank_major_handle_ = nullptr;
   std::vector<Memory> memories_;

@@ -2,10 +2,11 @@
 // soak [--iterations N | --seconds T] [--seed S] [--max-delay-ns D] [--busy-tokens B] [--kinds M] [--inputs I]
 // Runs back-to-back iterations of several layers, with other tokens and routing each time. Eager calls, some of them with each
 // movement made twice, are mixed with replays; every rank injects delays and scribbles over staging after use; groups run on
-// all multiprocessors and on one; and a layer of B tokens keeps the wire busy. The first pass over the inputs is compared with
-// the oracle on the host, and all later ones with the first pass on the device: not one bit may differ. The soak ends after N
-// iterations, or T seconds after it began. Of the kinds of groups in kinds_of(), those run whose bits are set in M; by default
-// all do. A layer has I inputs, or a quarter of that where its rows are long, since the oracle is slow.
+// all multiprocessors and on one; a layer of B tokens keeps the wire busy; and rows of some layers travel quantised. The first
+// pass over the inputs is compared with the oracle on the host, and all later ones with the first pass on the device: not one
+// bit may differ. The soak ends after N iterations, or T seconds after it began. Of the kinds of groups in kinds_of(), those run
+// whose bits are set in M; by default all do. A layer has I inputs, or a quarter of that where its rows are long, since the oracle
+// is slow.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -32,6 +33,10 @@ constexpr uint64_t kTellEvery = 10'000;   // iterations
 constexpr int kLongRow = 3104;            // elements, which gather moves in two splits
 constexpr int kLongestRow = 7504;         // elements, more than both halves of a TMA row pipeline hold
 constexpr int kBusyRow = 3584;            // elements: two long h-tiles
+
+constexpr FormatCase kBlock128{FormatWay::on_wire};
+constexpr FormatCase kMx{FormatWay::on_wire, EPX_SCALING_MX, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0, 0.0F};
+constexpr FormatCase kNv{FormatWay::on_wire, EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3, 0.0F};
 
 // Owns a layer, its graph, and a snapshot of its memory for each of its inputs.
 struct Subject {
@@ -125,11 +130,22 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
     layer.hidden = layer.combine_hidden = hidden;
     return layer;
   };
+  // Its rows travel quantised, and so do its sums where the precision and the scaling allow it.
+  const auto quantised = [&](LayerCase layer, const FormatCase& format) {
+    layer.format = layer.rank_major_format = layer.combine_bwd_format = layer.combine_rank_major_bwd_format = format;
+    layer.expert_dtype = layer.dtype;
+    if (kind.precision == EPX_COMBINE_WIRE && format.scaling != EPX_SCALING_NV) layer.sum_format = format;
+    return layer;
+  };
+  const bool takes_formats = num_nodes(group.shape()) == 1; // they are refused between nodes
   const int short_row = small_layer(1, 1, RoutingStyle::uniform).hidden;
   std::vector<Subject> subjects;
   if (kind.is_busy) {
     subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, few, seed + 6000));
     subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow - 3), true, few, seed + 7000));
+    if (takes_formats)
+      subjects.push_back(
+          make_subject(context, group, quantised(layer_of(4, 8, kBusyRow), kBlock128), false, few, seed + 8000));
     return subjects;
   }
   subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, options.inputs, seed));
@@ -138,6 +154,12 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, few, seed + 3000));
   subjects.push_back(make_subject(context, group, layer_of(2, 1, kLongRow - 3), false, few, seed + 4000));
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, few, seed + 5000));
+  if (!takes_formats) return subjects;
+  subjects.push_back(
+      make_subject(context, group, quantised(layer_of(3, 16, short_row), kMx), true, options.inputs, seed + 6000));
+  subjects.push_back(make_subject(context, group, quantised(layer_of(4, 1, kLongRow), kNv), false, few, seed + 7000));
+  subjects.push_back(
+      make_subject(context, group, quantised(layer_of(4, 8, kLongestRow), kBlock128), true, few, seed + 8000));
   return subjects;
 }
 

@@ -98,7 +98,8 @@ struct LayerCase {
   bool pads_untouched = false; // in dispatch, on every rank
   FormatCase format;           // of dispatch and prepare_dispatch
   FormatCase rank_major_format;
-  FormatCase combine_bwd_format; // not copied
+  FormatCase combine_bwd_format;            // not copied
+  epx_dtype expert_dtype = EPX_DTYPE_UNSET; // of expert_out where combine_bwd has a format; EPX_DTYPE_UNSET: any, by rank
   FormatCase combine_rank_major_bwd_format;
   FormatCase sum_format; // of the calls that add rows up: none or on_wire, the latter in precision wire
   RankMajorRows rank_major = RankMajorRows::absent;

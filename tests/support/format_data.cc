@@ -33,6 +33,14 @@ Tensor scales_tensor(const reference::ReceivedScales& scales, void* data) {
 
 } // namespace
 
+RowFormat wire_format(const FormatCase& format) {
+  if (!format.is_quantised()) return {};
+  RowFormat result(format.scaling);
+  result.dtype = format.dtype;
+  result.amax_floor = format.amax_floor;
+  return result;
+}
+
 reference::Format reference_format(const FormatCase& format) {
   return {format.scaling, format.dtype, format.scales, format.amax_floor};
 }

@@ -29,6 +29,9 @@ struct FormatData {
 
 reference::Format reference_format(const FormatCase& format);
 
+// Returns the format without tensors; none where rows travel as they are.
+RowFormat wire_format(const FormatCase& format);
+
 // Returns inputs with any bytes and scribbled outputs, for T and N of each rank; none where the format has no tensors.
 std::optional<FormatData> make_format_data(const FormatCase& format, int64_t hidden, const std::vector<int64_t>& tokens,
                                            const std::vector<int64_t>& rows, Rng& rng);

@@ -57,15 +57,6 @@ void check_same_plan(const std::vector<std::byte>& prepared, const std::vector<s
 
 } // namespace
 
-// A format without tensors; none where rows travel as they are.
-RowFormat wire_format(const FormatCase& format) {
-  if (!format.is_quantised()) return {};
-  RowFormat result(format.scaling);
-  result.dtype = format.dtype;
-  result.amax_floor = format.amax_floor;
-  return result;
-}
-
 // The tensors of a call, with its outputs in the order in which they were made.
 class LayerRun::Tensors {
 public:

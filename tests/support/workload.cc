@@ -223,8 +223,9 @@ struct Maker {
     const FormatCase& format = layer.combine_bwd_format;
     data.grad_out = token_rows(format, layer.combine_dtype, layer.combine_hidden, tokens, rng);
     for (size_t rank = 0; layer.combine_bwd_grads && rank < tokens.size(); ++rank) {
-      const epx_dtype dtype =
-          format.is_quantised() ? rng.pick({EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}) : layer.combine_dtype;
+      const epx_dtype dtype = !format.is_quantised()                  ? layer.combine_dtype
+                              : layer.expert_dtype != EPX_DTYPE_UNSET ? layer.expert_dtype
+                                                                      : rng.pick({EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16});
       data.expert_out.push_back(random_rows(dtype, recv[rank], layer.combine_hidden, rng));
     }
     const bool takes_weights =
