@@ -191,10 +191,14 @@ TEST_CASE("row formats: long rows") {
   const FormatRow rows[] = {{block128(kAtSource, {kColumns, kRowwise}), EPX_BFLOAT16, 7168, 1},
                             {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7168, 128},
                             {nv(kAtSource, {kTiles, kColumns}), EPX_BFLOAT16, 7168, 128},
-                            {nv(kOnWire, {}), EPX_BFLOAT16, 7168, 1}};
-  GroupCase group = group_of_formats(7168, 2);
-  group.max_dtype = EPX_BFLOAT16;
-  run_formats(group, rows);
+                            {nv(kOnWire, {}), EPX_BFLOAT16, 7168, 1},
+                            // These have more bytes than the shared memory of a warp.
+                            {block128(kAtSource, {kColumns, kRowwise}), EPX_FLOAT32, 7168, 1},
+                            {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7264, 128},
+                            {nv(kAtSource, {kTiles, kColumns}), EPX_BFLOAT16, 14368, 128},
+                            {nv(kOnWire, {}), EPX_FLOAT32, 3616, 1},
+                            {mx(kOnWire, EPX_FLOAT8_E5M2, {}), EPX_FLOAT16, 8192, 1}};
+  run_formats(group_of_formats(14368, 2), rows);
 }
 
 TEST_CASE("row formats: more bytes than any internal step is likely to move at once") {

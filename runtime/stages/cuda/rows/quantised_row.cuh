@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp quantises, dequantises and copies rows of 8 or 4 bits, as epx.h defines them (runtime/formats/). A lane has 16
 // neighbouring elements of each tile of 512, so that a block's elements are in one lane or in neighbouring ones, and the amax of a
-// block takes a few shuffles. These rows go from registers to memory: ring_quantiser.cuh is for rows that are aligned. Of rows
-// that are copied, only the scales are copied here.
+// block takes a few shuffles. These rows go from registers to memory; ring_quantiser.cuh quantises rows that are aligned and
+// finite. Of rows that are copied, only the scales are copied here.
 #pragma once
 
 #include <cstdint>
@@ -370,10 +370,10 @@ __device__ __noinline__ float dot_row(const WireFormat format, const QuantisedSo
 template <typename Weight>
 __device__ __noinline__ void copy_scales(const std::byte* from, int64_t first, int count, const ScaleLayout layout,
                                          std::byte* own, unsigned lanes, Weight weight) {
-  const bool has_words =
-      layout.scale_bytes == 4 || (layout.layout != EPX_SCALES_COLUMNS && count % ScaleLayout::kPerWord == 0);
+  const bool has_words = layout.layout != EPX_SCALES_COLUMNS && count % ScaleLayout::kPerWord == 0;
   const bool is_aligned = (reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(own)) % 4 == 0;
-  const int bytes = has_words && __all_sync(~0u, is_aligned ? 1 : 0) != 0 ? 4 : 1; // of what is copied at a time
+  const bool by_words = layout.scale_bytes == 4 || (has_words && __all_sync(~0u, is_aligned ? 1 : 0) != 0);
+  const int bytes = by_words ? 4 : 1; // of what is copied at a time
   const int scales = bytes / layout.scale_bytes;
   const int units = count / scales;
 #pragma unroll 1

@@ -76,7 +76,10 @@ public:
         is_finite &= part.quantise_group(stage, [&](int loaded) {
           if (!is_filled) pipeline.wait_for_piece(loaded);
         });
-      if (!is_finite) return false;
+      if (!is_finite) {
+        fence_shared_before_bulk_copies(); // the next bulk loads come after the codes that this lane has stored in the ring
+        return false;
+      }
       if (part.dequantises_) {
         pipeline.begin_store_to_destinations(0, part.bytes(), lanes, own.row + first * static_cast<int64_t>(sizeof(T)));
         continue;
@@ -409,16 +412,17 @@ __device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFo
                                           const QuantisedPlace& own) {
   const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
   if (lanes == 0) return;
-  bool is_done = false;
-  if (fits_ring(format, hidden, reinterpret_cast<uint64_t>(row) | reinterpret_cast<uint64_t>(own.row)))
+  if (fits_ring(format, hidden, reinterpret_cast<uint64_t>(row) | reinterpret_cast<uint64_t>(own.row))) {
+    bool is_done = false;
     with_ring_row<T>(format, [&](auto of) {
       const RingOutcome outcome = quantise_in_ring<typename decltype(of)::type>(pipeline.state(), format, row, hidden,
                                                                                 encode_scale, layout, own, lanes);
       pipeline.go_on_from(outcome.ring);
       is_done = outcome.is_done;
     });
-  if (is_done) return;
-  pipeline.finish(); // what the ring has stored of a row comes first
+    if (is_done) return;
+    pipeline.finish(); // what the ring has stored of the row comes first
+  }
   quantise_row(format, reinterpret_cast<const T*>(row), hidden, encode_scale, layout, own, lanes);
 }
 

@@ -110,12 +110,8 @@ __device__ __noinline__ inline void copy_unaligned_row_to_destinations(std::byte
                          [](const Fragment<Unit>& fragment) { return fragment; });
 }
 
-struct Nothing {
-  __device__ void operator()() const {}
-};
-
 // Copies a row likewise, through bulk copies where the alignment allows them; these are only begun, and pipeline.finish() ends
-// them. meanwhile() runs, where there is a destination, while the first loads are in flight.
+// them. meanwhile() runs while the first loads are in flight; without a destination it may run or not.
 template <typename Meanwhile = Nothing>
 __device__ inline void begin_copy_row_to_destinations(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes,
                                                       std::byte* to, const Meanwhile& meanwhile = {}) {

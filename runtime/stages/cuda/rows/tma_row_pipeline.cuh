@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The TMA row pipeline: bulk copies (cp.async.bulk) bring rows through a ring of shared memory stages, so that many bytes are
 // in flight for few instructions and no registers. A stage is one buffer of the ring; what fills it is an h-tile, that is
-// kStageBytes of one row, as a k-tile fills a stage of a GEMM. Rows are aligned to 16 bytes, and so are their sizes. A warp
+// kStageBytes of one row, as a k-tile fills a stage of a GEMM. begin_fill() takes the ring as a whole. Rows are aligned to 16 bytes, and so are their sizes. A warp
 // that computes with several rows at a time uses the same shared memory for a RowReader.
 #pragma once
 
@@ -9,6 +9,10 @@
 #include "base/device/warp.cuh"
 
 namespace epx::cuda {
+
+struct Nothing {
+  __device__ void operator()() const {}
+};
 
 // Each warp has one.
 class TmaRowPipeline {
@@ -124,9 +128,9 @@ public:
   // Begins a multi-destination copy of `bytes` bytes to the addresses that the lanes pass; a lane that passes NULL has none.
   // finish() ends it. The copy comes after what this warp has acquired. meanwhile() runs while the first loads are in flight. All
   // lanes call this.
-  template <typename Meanwhile>
+  template <typename Meanwhile = Nothing>
   __device__ void begin_copy_to_destinations(const std::byte* from, int64_t bytes, std::byte* to,
-                                             const Meanwhile& meanwhile) {
+                                             const Meanwhile& meanwhile = {}) {
     const unsigned lanes = __ballot_sync(~0u, to != nullptr ? 1 : 0);
     if (lanes == 0) return;
     begin();
