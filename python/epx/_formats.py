@@ -177,13 +177,17 @@ class RowFormat:
             return -(-rows // 128), words, 512
         return rows, per_row
 
+    def require_whole_bytes(self, hidden: int) -> None:
+        """Refuses an H that leaves half of a byte."""
+        if hidden % self.elements_per_byte:
+            refuse(f"rows have H = {hidden}; it must be even, since a byte has two elements of {self.dtype}")
+
     def recv_shapes(self, lead: tuple[int, ...], hidden: int) -> list[tuple[int, ...]]:
         """The shapes of the rows that arrive, whose rows of 4 bits are bytes, and of their scales unless wire_only.
 
         lead: (N,) or (P, M).  hidden: H.  Refuses an H that leaves half of a byte.
         """
-        if hidden % self.elements_per_byte:
-            refuse(f"rows have H = {hidden}; it must be even, since a byte has two elements of {self.dtype}")
+        self.require_whole_bytes(hidden)
         if self.wire_only:
             return [(*lead, hidden)]
         rows = lead[0] if len(lead) == 1 else lead[0] * lead[1]
@@ -230,18 +234,18 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
     return parts
 
 
-def require_room_for_gradients(max_token_dtype, tokens_dtype):
-    """Refuses a dispatch whose backward, which has no format, sends rows that are wider than the group's. tokens_dtype: None where
-    rows have no gradient, so that a column of zeros travels with those of the weights."""
-    name = ZEROS_DTYPE if tokens_dtype is None else dtype_name(tokens_dtype)
-    if _WIDE_BYTES.get(name, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
+def require_room_for_gradients(max_token_dtype, dtype, name="tokens", gradient="its gradient"):
+    """Refuses a call whose backward, which has no format, sends rows that are wider than the group's. dtype: that of the argument
+    `name`, in which it sends `gradient`; None where tokens have none, so that a column of zeros travels with that of the weights."""
+    sent = ZEROS_DTYPE if dtype is None else dtype_name(dtype)
+    if _WIDE_BYTES.get(sent, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
         return
-    if tokens_dtype is None:
-        reason = f"the backward sends the gradient of topk_weights with a column of {name}"
+    if dtype is None:
+        reason = f"the backward sends the gradient of topk_weights with a column of {sent}"
     else:
-        reason = f"tokens are {name}, in which the backward sends their gradient"
-    cast = f"cast tokens to {max_token_dtype}, " if max_token_dtype in _WIDE_BYTES else ""
-    remedies = f"create it with {name}, {cast}or give grad_format"
+        reason = f"{name} is {sent}, in which the backward sends {gradient}"
+    cast = f"cast {name} to {max_token_dtype}, " if max_token_dtype in _WIDE_BYTES else ""
+    remedies = f"create it with {sent}, {cast}or give grad_format"
     refuse(f"{reason}, and the group's max_token_dtype {max_token_dtype} is narrower: {remedies}")
 
 
@@ -255,9 +259,17 @@ def require_wire_only(name, row_format):
         refuse(f"{name} has an encode_scale; it must be None, since here each row gets its own")
 
 
-def on_wire(name, row_format, group, *, sums):
+def require_room_for_combine_bwd(row_format, grad_format, group, dtype):
+    """Refuses a combine that autograd or JAX records, of rows of this dtype, whose backward the group has no room for. Without
+    row_format the forward's rows are no narrower, so its call refuses them."""
+    if row_format is not None and grad_format is None:
+        require_room_for_gradients(group.max_token_dtype, dtype, "expert_out", "the gradient of out")
+
+
+def on_wire(name, row_format, group, shape=(), *, sums):
     """What a call takes of a format for its wire: codes and amax_floor; nothing for None. Refuses what the call would, since that
-    may be a backward, which is too late. sums: whether the call adds rows up."""
+    may be a backward, which is too late. shape: that of the rows, which sums need not tell.  sums: whether the call adds rows
+    up."""
     if row_format is None:
         return ()
     require_wire_only(name, row_format)
@@ -273,4 +285,6 @@ def on_wire(name, row_format, group, *, sums):
         num_nodes = group.num_ranks // group.ranks_per_node
         sentence = f"{name} is given, and the group has {num_nodes} nodes, between which rows travel as they are"
         raise UnsupportedError(sentence, Status.UNSUPPORTED)
+    if shape:
+        row_format.require_whole_bytes(shape[-1])
     return list(row_format.codes), row_format.amax_floor

@@ -142,7 +142,7 @@ def refused_gradients(tokens, quantised):
     """Dispatches of `tokens`, which are float32, or of the same rows quantised with BLOCK128, whose backward sends rows that the
     group has no room for. Yields the group's max_token_dtype, the words of the sentence, what is dispatched, and the options."""
     block, wire = epx.RowFormat("block128"), epx.RowFormat("block128", wire_only=True)
-    of_tokens = "tokens are float32, in which the backward sends their gradient, and the group's max_token_dtype {} is narrower"
+    of_tokens = "tokens is float32, in which the backward sends its gradient, and the group's max_token_dtype {} is narrower"
     of_weights = "the gradient of topk_weights with a column of float16, and the group's max_token_dtype {} is narrower"
     for max_dtype, words, rows, options in (
         ("bfloat16", of_tokens, tokens, dict(format=wire)),
@@ -154,6 +154,15 @@ def refused_gradients(tokens, quantised):
         yield max_dtype, words.format(max_dtype), rows, options
     words = "grad_format has dtype float8_e4m3fn, and the group's max_token_dtype float4_e2m1fn has no room for it"
     yield "float4_e2m1fn", words, tokens, dict(format=epx.RowFormat("nv"), with_wide=True, grad_format=wire)
+
+
+def refused_gradients_of_combine():
+    """Likewise combines of float32 rows. Yields the group's max_token_dtype, the words of the sentence, H, and the options."""
+    home, nv = epx.RowFormat("block128", amax_floor=0, wire_only=True), epx.RowFormat("nv", wire_only=True)
+    words = "expert_out is float32, in which the backward sends the gradient of out, and the group's max_token_dtype {} is narrower"
+    for max_dtype in ("bfloat16", "float8_e4m3fn"):
+        yield max_dtype, words.format(max_dtype), HIDDEN, dict(format=home)
+    yield "float32", "rows have H = 35; it must be even", 35, dict(grad_format=nv)
 
 
 def bits(array):

@@ -421,6 +421,30 @@ class Formats(jax_ranks.TestCase):
 
                 with self.subTest(max_dtype=max_dtype, words=words, call=type(call).__name__):
                     ranks.refused(self, words, lambda: jax.jit(jax.grad(loss))(weights))
+        idx, wire = jnp.asarray(data.idx[RANK], jnp.int32), epx.RowFormat("mx", wire_only=True)
+        for max_dtype, words, hidden, options in format_model.refused_gradients_of_combine():
+            group = self.formats_group(max_token_dtype=max_dtype)
+
+            def by_expert(rows):
+                plan, token = epx.jax.prepare(group, idx, epx.jax.first_token())
+                return epx.jax.combine(plan, rows, None, token, **options)
+
+            def rank_major(rows):
+                plan, _, _, token = epx.jax.dispatch_rank_major(
+                    group, x, idx, None, epx.jax.first_token(), max_rows=MAX_ROWS, format=wire
+                )
+                return epx.jax.combine_rank_major(plan, rows, token, **options)
+
+            for function, lead in ((by_expert, (group.max_recv_tokens_per_rank,)), (rank_major, (RANKS, MAX_ROWS))):
+                if function is rank_major and ranks.num_nodes() > 1:
+                    continue  # refused there
+
+                def loss(rows):
+                    out, token = function(rows)
+                    return epx.jax.finish(jnp.sum(out), token)
+
+                with self.subTest(max_dtype=max_dtype, words=words, function=function.__name__):
+                    ranks.refused(self, words, lambda: jax.jit(jax.grad(loss))(jnp.ones((*lead, hidden))))
 
 
 if __name__ == "__main__":

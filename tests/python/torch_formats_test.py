@@ -496,6 +496,22 @@ class Refusals(unittest.TestCase):
                         plain(tokens, **{**options, "grad_format": None})
                 group.check()
 
+    def test_3_gradients_of_combine_that_do_not_fit_the_group(self):
+        """Likewise."""
+        data, wire = Data(torch.float32, 13), epx.RowFormat("mx", wire_only=True)
+        idx, x, _ = data.own
+        for max_dtype, words, hidden, options in format_model.refused_gradients_of_combine():
+            with make_group(max_token_dtype=max_dtype) as group:
+                for call in calls(group, idx, None):
+                    plan, rows, _ = call(x, format=wire)
+                    is_rank_major = isinstance(plan, epx.torch.RankMajorPlan)
+                    combine = epx.torch.combine_rank_major if is_rank_major else epx.torch.combine
+                    expert_out = torch.ones(*rows.shape[:-1], hidden, device=DEVICE)
+                    with self.subTest(max_dtype=max_dtype, words=words, call=call.__name__):
+                        ranks.refused(self, words, lambda: combine(plan, expert_out.clone().requires_grad_(), **options))
+                        combine(plan, expert_out, **{**options, "grad_format": None})
+                group.check()
+
 
 if __name__ == "__main__":
     torch_model.main()

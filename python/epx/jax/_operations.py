@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._formats import on_wire
+from .._formats import on_wire, require_room_for_combine_bwd
 from .._values import count
 from ._calls import call_group, require_cotangent_of_token, require_token, require_topk_idx, rows_in_use, saturated, values_of
 from ._groups import require_usable
@@ -213,7 +213,7 @@ def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=N
         weights = [recv_weights]
     layer = plan.top_k, plan.alignment
     in_forward = attributes_of_format(*on_wire("format", format, group, sums=True))
-    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
+    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, expert_out.shape, sums=False))
     combined = [struct((plan.num_tokens, hidden), expert_out.dtype)]
     returned = [struct((num_rows, hidden), expert_out.dtype)] + [struct((num_rows,), jnp.float32)] * len(weights)
 
@@ -222,6 +222,7 @@ def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=N
         return tuple(call_group("combine", group, layer, [token, handle_mem, expert_out, *weights], combined, **in_forward))
 
     def forward(token, handle_mem, zones, expert_out, *weights):
+        require_room_for_combine_bwd(format, grad_format, group, expert_out.value.dtype)
         values = values_of([token, handle_mem, zones, expert_out, *weights])
         # The gradient of the weights is all that needs the rows.
         return run(*values), (*values[:3], *(reversed(values[3:]) if weights else ()))

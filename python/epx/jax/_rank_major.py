@@ -4,7 +4,7 @@
 import jax
 import jax.numpy as jnp
 
-from .._formats import on_wire
+from .._formats import on_wire, require_room_for_combine_bwd
 from .._structs import CombinePrecision
 from .._values import count, refuse
 from ._calls import call_group, holds_token_mask, require_cotangent_of_token, require_token, require_topk_idx, values_of
@@ -107,7 +107,7 @@ def combine_rank_major(plan, expert_out, token, *, format=None, grad_format=None
     require_rows(group, "expert_out", expert_out, *rows)
     layer = plan.top_k, 1
     in_forward = attributes_of_format(*on_wire("format", format, group, sums=True))
-    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, sums=False))
+    in_backward = attributes_of_format(*on_wire("grad_format", grad_format, group, expert_out.shape, sums=False))
     combined = [struct((plan.num_tokens, expert_out.shape[2]), expert_out.dtype)]
     returned = [struct(expert_out.shape, expert_out.dtype)]
 
@@ -116,6 +116,7 @@ def combine_rank_major(plan, expert_out, token, *, format=None, grad_format=None
         return tuple(call_group("combine_rank_major", group, layer, [token, handle_mem, expert_out], combined, **in_forward))
 
     def forward(*arguments):
+        require_room_for_combine_bwd(format, grad_format, group, expert_out.dtype)
         values = values_of(arguments)
         return run(*values), tuple(values[:3])
 

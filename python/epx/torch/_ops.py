@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat, on_wire
+from .._formats import RowFormat, on_wire, require_room_for_combine_bwd
 from .._structs import Pads
 from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
@@ -428,8 +428,9 @@ def combine(
         require_usable(group, "recv_weights", recv_weights)
     args = number, plan.handle_mem, expert_out, recv_weights, plan.top_k, plan.alignment, plan.num_tokens
     in_forward = on_wire("format", format, group, sums=True)
-    in_backward = on_wire("grad_format", grad_format, group, sums=False)
+    in_backward = on_wire("grad_format", grad_format, group, expert_out.shape, sums=False)
     if _records(expert_out, recv_weights):
+        require_room_for_combine_bwd(format, grad_format, group, expert_out.dtype)
         return _Combine.apply((in_forward, in_backward), *args)
     return call(number, _combine, *args, *in_forward)
 

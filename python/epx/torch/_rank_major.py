@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch.autograd.graph import increment_version
 
-from .._formats import RowFormat, on_wire
+from .._formats import RowFormat, on_wire, require_room_for_combine_bwd
 from .._values import refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._formats import Operator, fake_format, received, split
@@ -212,8 +212,9 @@ def combine_rank_major(
     require_usable(group, "expert_out", expert_out)
     args = number, plan.handle_mem, expert_out, plan.top_k, plan.num_tokens
     in_forward = on_wire("format", format, group, sums=True)
-    in_backward = on_wire("grad_format", grad_format, group, sums=False)
+    in_backward = on_wire("grad_format", grad_format, group, expert_out.shape, sums=False)
     if _records(expert_out):
+        require_room_for_combine_bwd(format, grad_format, group, expert_out.dtype)
         return _Combine.apply((in_forward, in_backward), *args)
     return call(number, _combine, *args, *in_forward)
 
