@@ -34,6 +34,8 @@ _RULES = {
     Scaling.MX: _Rules(32, (_E4M3, _E5M2), (_E8M0,), False),
     Scaling.NV: _Rules(16, (_E2M1,), (_E4M3,), False),
 }
+# The dtypes of scales that a layout takes, where these are not all.
+_LAYOUT_SCALES = {ScaleLayout.PACKED: (_E8M0,), ScaleLayout.TILES: (_E8M0, _E4M3)}
 _SUMS = Scaling.BLOCK128, Scaling.MX  # in which sums travel
 _WIDE_BYTES = {_FLOAT32: 4, "float16": 2, "bfloat16": 2}
 ZEROS_DTYPE = "float16"  # of the column that stands for rows without a gradient, in the backward of a dispatch
@@ -43,6 +45,11 @@ def dtype_name(dtype):
     """The name of a dtype of numpy, JAX or PyTorch, which has float4_e2m1fn_x2."""
     text = numpy.dtype(dtype).name if isinstance(dtype, (type, numpy.dtype)) else str(dtype)
     return text.removeprefix("torch.").removesuffix("_x2")
+
+
+def _takes(layout, scale_dtype):
+    """Whether scales of this dtype can lie in a layout."""
+    return scale_dtype in _LAYOUT_SCALES.get(layout, _SCALES)
 
 
 def _one_of(names, name, dtype):
@@ -59,10 +66,10 @@ class RowFormat:
     scaling: a Scaling, or "block128", "block128_pow2", "mx" or "nv".  dtype: of the elements that travel, "float8_e4m3fn",
     "float8_e5m2" (MX alone) or "float4_e2m1fn" (NV), or such a dtype; default: the scaling's.  amax_floor: of the two BLOCK128;
     default 1e-4. Gradients need 0.  scale_dtype: of scales, "float32", "float8_e8m0fnu" or "float8_e4m3fn"; only with
-    BLOCK128_POW2 there is a choice, of the first two.  scale_layout: a ScaleLayout, or "rows", "columns", "packed" or "tiles", of
-    the scales that arrive.  wire_only: wide rows are quantised for the wire alone, and arrive in their own dtype.  encode_scale:
-    of NV, an array [1] float32 in the place of the scale that each row gets; it is positive. Equal formats,
-    which are one static argument of jax.jit, have the same array object.
+    BLOCK128_POW2 there is a choice, of the first two; default: the first that scale_layout takes.  scale_layout: a ScaleLayout, or
+    "rows", "columns", "packed" (of float8_e8m0fnu) or "tiles" (of one byte), of the scales that arrive.  wire_only: wide rows are
+    quantised for the wire alone, and arrive in their own dtype.  encode_scale: of NV, an array [1] float32 in the place of the
+    scale that each row gets; it is positive. Equal formats, which are one static argument of jax.jit, have the same array object.
 
     All ranks of a call have the same scaling, dtype, amax_floor, scale_dtype and wire_only. A call takes
     - quantised rows with their scales, which arrive as they are: tokens is a tuple (rows, scales), with NV (rows, scales,
@@ -91,7 +98,7 @@ class RowFormat:
         require_kind("wire_only", self.wire_only, bool)
         rules, dtype, floor, scale_dtype = _RULES[scaling], self.dtype, self.amax_floor, self.scale_dtype
         if scale_dtype is None:
-            scale_dtype = _E8M0 if layout == ScaleLayout.PACKED else rules.scales[0]
+            scale_dtype = next((each for each in rules.scales if _takes(layout, each)), rules.scales[0])
         fields = {
             "scaling": scaling,
             "dtype": DTYPE_NAMES[defaults.dtype] if dtype is None else _one_of(ELEMENTS, "dtype", dtype),
@@ -116,6 +123,9 @@ class RowFormat:
             refuse(f"amax_floor is {self.amax_floor}; {by_scaling} {'finite and not negative' if rules.has_floor else '0'}")
         if self.encode_scale is not None and self.scaling != Scaling.NV:
             refuse(f"encode_scale is given; {by_scaling} None, since NV alone has one")
+        if not _takes(self.scale_layout, self.scale_dtype):
+            layouts = " or ".join(each.name.lower() for each in ScaleLayout if _takes(each, self.scale_dtype))
+            refuse(f"scale_layout is {self.scale_layout.name.lower()}; with scale_dtype {self.scale_dtype} it must be {layouts}")
         if self.wire_only and self.scale_layout != ScaleLayout.ROWS:
             refuse(f"scale_layout is {self.scale_layout.name.lower()}; with wire_only it must be rows, since no scales arrive")
 
@@ -236,7 +246,8 @@ def parts_of_tokens(tokens, row_format, name="tokens", with_wide=False):
 
 def require_room_for_gradients(max_token_dtype, dtype, name="tokens", gradient="its gradient"):
     """Refuses a call whose backward, which has no format, sends rows that are wider than the group's. dtype: that of the argument
-    `name`, in which it sends `gradient`; None where tokens have none, so that a column of zeros travels with that of the weights."""
+    `name`, in which it sends `gradient`; None where tokens have none, so that a column of zeros travels with those of the
+    weights."""
     sent = ZEROS_DTYPE if dtype is None else dtype_name(dtype)
     if _WIDE_BYTES.get(sent, 0) <= _WIDE_BYTES.get(max_token_dtype, 1):
         return

@@ -370,25 +370,47 @@ class Fields(unittest.TestCase):
         self.assertNotEqual(pow2, "block128_pow2")
 
     def test_2_what_fits_is_what_the_library_takes(self):
-        """RowFormat refuses the fields that the library refuses, and no others."""
-        tokens = numpy.ones((1, 32), numpy.float32)
+        """RowFormat refuses the fields that the library refuses of wide or of quantised rows, and no others."""
+        wide = numpy.ones((1, 32), numpy.float32)
         config = dict(num_experts=1, max_tokens_per_rank=1, hidden_dim=32, max_top_k=1, max_token_dtype="float32")
         with epx.Group(epx.bootstrap.local(), transport="host", **config) as group:
-            plan = group.prepare(numpy.zeros((1, 1), numpy.int32))
+            plan = group.prepare(numpy.zeros((1, 1), numpy.int32), alignment=128)  # which scales in tiles need
 
             for scaling in epx.Scaling:
-                for dtype, scale_dtype, floor in itertools.product(
+                for dtype, scale_dtype, layout, floor in itertools.product(
                     ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
                     ("float32", "float8_e8m0fnu", "float8_e4m3fn"),
+                    epx.ScaleLayout,
                     (0.0, 2.0, -1.0, numpy.inf, numpy.nan, 1e39),
                 ):
-                    fields = dict(dtype=dtype, scale_dtype=scale_dtype, amax_floor=ctypes.c_float(floor).value)
+                    fields = dict(
+                        dtype=dtype, scale_dtype=scale_dtype, scale_layout=layout, amax_floor=ctypes.c_float(floor).value
+                    )
                     forced = epx.RowFormat(scaling)
                     for name, value in fields.items():
                         object.__setattr__(forced, name, value)
                     with self.subTest(scaling=scaling, **fields):
                         found = is_taken(lambda: epx.RowFormat(scaling, **{**fields, "amax_floor": floor}))
-                        self.assertEqual(found, is_taken(lambda: group.dispatch(plan, tokens, format=forced)))
+                        parts = [numpy.zeros((1, 32 // forced.elements_per_byte), numpy.uint8)]
+                        parts += [numpy.ones((1, forced.num_scales(32)), getattr(ml_dtypes, scale_dtype, numpy.float32))]
+                        parts += [numpy.ones(1, numpy.float32)]
+                        quantised = quantised_by_caller(forced, parts[: forced.num_parts])
+                        wanted = [is_taken(lambda: group.dispatch(plan, each, format=forced)) for each in (wide, quantised)]
+                        self.assertEqual(found, all(wanted))
+
+    def test_2_layouts_of_scales(self):
+        """A scale_dtype that is not given is one that the layout takes, and what fits no layout is refused by its name."""
+        make = functools.partial(epx.RowFormat, "block128_pow2")
+        for layout, dtype in zip(epx.ScaleLayout, ("float32", "float32", "float8_e8m0fnu", "float8_e8m0fnu")):
+            self.assertEqual(make(scale_layout=layout).scale_dtype, dtype)
+        for scaling, layout, words in (
+            ("block128", "packed", "scale_layout is packed; with scale_dtype float32 it must be rows or columns"),
+            ("block128", "tiles", "scale_layout is tiles; with scale_dtype float32 it must be rows or columns"),
+            ("nv", "packed", "scale_layout is packed; with scale_dtype float8_e4m3fn it must be rows or columns or tiles"),
+        ):
+            ranks.refused(self, words, lambda: epx.RowFormat(scaling, scale_layout=layout))
+        words = "scale_layout is packed; with scale_dtype float32"
+        ranks.refused(self, words, lambda: make(scale_layout="packed", scale_dtype="float32"))
 
     def test_3_room_of_groups(self):
         """A format of a backward is refused where the library refuses the backward."""
