@@ -191,6 +191,58 @@ class Layer(unittest.TestCase):
             self.assertEqual((rows != 7).any(axis=1).sum(), plan.counts.sum())
             group.check()
 
+    def test_3_zones_of_fixed_stride(self):
+        """Routes beyond the stride are dropped, and rows of a zone behind its pads are neither written nor read."""
+        alignment, stride = 2, 4 * RANKS
+        with make_group("zones") as group:
+            idx, tokens, weights = make_data([5] * RANKS, 15)
+            for each in idx:
+                each[:, 0] = 0  # an expert of rank 0, which has too many routes
+            wanted = reference.Exchange(idx, EXPERTS, alignment, stride)
+            zones = dict(alignment=alignment, with_slot=True, zone_stride=stride)
+            mine = slice(wanted.bounds[RANK], wanted.bounds[RANK + 1])
+            dropped = wanted.global_counts()[:, mine].sum() - wanted.counts[RANK].sum()
+            self.assertTrue(RANK > 0 or dropped > 0)
+            written = numpy.concatenate([numpy.arange(stride) < -(-each // alignment) * alignment for each in wanted.counts[RANK]])
+            self.assertFalse(written.all())
+
+            plan = group.prepare(idx[RANK], **zones)
+            buffer = numpy.full((len(written), HIDDEN), 7, numpy.float32)
+            rows, row_weights = group.dispatch(plan, tokens[RANK], weights[RANK], recv_tokens=buffer)
+            numpy.testing.assert_array_equal(rows[~written], 7)
+            again, *received = group.prepare_dispatch(tokens[RANK], idx[RANK], weights[RANK], **zones)
+            for each, arrays in ((plan, (rows, row_weights)), (again, received)):
+                self.check_plan(each, wanted)
+                self.assertEqual(each.info[2], dropped)
+                for array, scattered in zip(arrays, (wanted.scatter(tokens), wanted.scatter_weights(weights))):
+                    numpy.testing.assert_array_equal(array[written], scattered[RANK][written])
+            if dropped:
+                with self.assertRaisesRegex(epx.EventError, f"more routes than zone_stride, {stride}"):
+                    group.check()
+
+            wanted_rows, wanted_weights = wanted.scatter(tokens), wanted.scatter_weights(weights)
+            expert_out = numpy.where(written[:, None], wanted_rows[RANK], numpy.nan)
+            out = group.combine(plan, expert_out, row_weights)
+            numpy.testing.assert_allclose(out, wanted.gather(wanted_rows, wanted_weights)[RANK], 1e-5, 1e-5)
+            grads, grad_weights = group.combine_bwd(plan, tokens[RANK], expert_out, row_weights)
+            grad_rows = wanted_rows[RANK] * wanted_weights[RANK][:, None]
+            numpy.testing.assert_allclose(grads[written], grad_rows[written], 1e-5, 1e-5)
+            products = wanted.row_products(tokens, wanted_rows)[RANK]
+            numpy.testing.assert_allclose(grad_weights[written], products[written], 1e-4, 1e-4)
+            grads, grad_weights = group.dispatch_bwd(plan, expert_out, row_weights)
+            numpy.testing.assert_allclose(grads, wanted.gather(wanted_rows)[RANK], 1e-5, 1e-5)
+            numpy.testing.assert_array_equal(grad_weights, wanted.gather_weights(wanted_weights)[RANK].astype(numpy.float32))
+
+            for zone_stride, words in (
+                (-1, "zone_stride is -1; it must be at least 0"),
+                (1.5, "zone_stride is 1.5; it must be an integer"),
+                (3, "zone_stride is 3; it must be a multiple of layer.alignment, 2"),
+            ):
+                zones = dict(alignment=alignment, zone_stride=zone_stride)
+                ranks.refused(self, words, lambda: group.prepare(idx[RANK], **zones))
+                ranks.refused(self, words, lambda: group.prepare_dispatch(tokens[RANK], idx[RANK], **zones))
+            group.check()
+
     def test_3_pads(self):
         with make_group("pads") as group:
             idx, tokens, _ = make_data([6] * RANKS, 9)

@@ -20,9 +20,9 @@ def numeric_gradient(function, array):
 
 
 class Exchange:
-    """The plan of one layer: `topk_idx` has the indices of each rank."""
+    """The plan of one layer: `topk_idx` has the indices of each rank. Routes beyond a zone_stride have no slot."""
 
-    def __init__(self, topk_idx, num_experts, alignment=1):
+    def __init__(self, topk_idx, num_experts, alignment=1, zone_stride=0):
         self.topk_idx = topk_idx
         self.num_ranks = num_ranks = len(topk_idx)
         self.num_experts = num_experts
@@ -36,10 +36,12 @@ class Exchange:
                 routes = [
                     (source, token, k) for source, idx in enumerate(topk_idx) for token, k in numpy.argwhere(idx == expert)
                 ]
+                if zone_stride:
+                    routes = routes[:zone_stride]
                 for row, (source, token, k) in enumerate(routes):
                     self.slots[source][token, k] = owner, offsets[-1] + row
                 counts.append(len(routes))
-                offsets.append(offsets[-1] + -(-len(routes) // alignment) * alignment)
+                offsets.append(offsets[-1] + (zone_stride or -(-len(routes) // alignment) * alignment))
             self.counts.append(numpy.array(counts, int))
             self.offsets.append(numpy.array(offsets))
 
