@@ -747,7 +747,8 @@ typedef struct epx_prepare_args {
    * index is reported and treated as masked. */
   const epx_tensor* topk_idx;
   const epx_tensor* counts; /**< [out] [E_l] INT32 or INT64: rows of each local expert, after drops, without padding */
-  /** [out] [E_l + 1], dtype of counts: first slot of each zone; the last entry is the number of rows in use. */
+  /** [out] [E_l + 1], dtype of counts: first slot of each zone; the last entry is where the last zone ends: the number of
+   * rows in use, or E_l * Z with a zone_stride Z. */
   const epx_tensor* offsets;
   /** [out, optional] [P, E], dtype of counts: routes from each rank to each expert, before drops, without masked and bad
    * ones. */

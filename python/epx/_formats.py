@@ -65,11 +65,12 @@ class RowFormat:
 
     scaling: a Scaling, or "block128", "block128_pow2", "mx" or "nv".  dtype: of the elements that travel, "float8_e4m3fn",
     "float8_e5m2" (MX alone) or "float4_e2m1fn" (NV), or such a dtype; default: the scaling's.  amax_floor: of the two BLOCK128;
-    default 1e-4. Gradients need 0.  scale_dtype: of scales, "float32", "float8_e8m0fnu" or "float8_e4m3fn"; only with
-    BLOCK128_POW2 there is a choice, of the first two; default: the first that scale_layout takes.  scale_layout: a ScaleLayout, or
-    "rows", "columns", "packed" (of float8_e8m0fnu) or "tiles" (of one byte), of the scales that arrive.  wire_only: wide rows are
-    quantised for the wire alone, and arrive in their own dtype.  encode_scale: of NV, an array [1] float32 in the place of the
-    scale that each row gets; it is positive. Equal formats, which are one static argument of jax.jit, have the same array object.
+    default 1e-4, with which values below 2e-10 become 0. Gradients and sums need 0.  scale_dtype: of scales, "float32",
+    "float8_e8m0fnu" or "float8_e4m3fn"; only with BLOCK128_POW2 there is a choice, of the first two; default: the first that
+    scale_layout takes.  scale_layout: a ScaleLayout, or "rows", "columns", "packed" (of float8_e8m0fnu) or "tiles" (of one byte),
+    of the scales that arrive.  wire_only: wide rows are quantised for the wire alone, and arrive in their own dtype.
+    encode_scale: of NV, an array [1] float32 in the place of the scale that each row gets; it is positive. Equal formats, which
+    are one static argument of jax.jit, have the same array object.
 
     All ranks of a call have the same scaling, dtype, amax_floor, scale_dtype and wire_only. A call takes
     - quantised rows with their scales, which arrive as they are: tokens is a tuple (rows, scales), with NV (rows, scales,
@@ -77,8 +78,9 @@ class RowFormat:
     - wide rows, float32, float16 or bfloat16, which are quantised on their rank: recv_tokens is such a tuple;
     - wide rows with wire_only: recv_tokens is an array of their dtype.
 
-    Calls that add rows up, and backwards, take the third alone. Fields that do not fit each other are refused here, and what does
-    not fit the call by the call. Scales are [T, S] where they are sent, and S is num_scales(H).
+    Calls that add rows up, and grad_format, take the third alone; numpy's combine_bwd takes all three. Fields that do not fit
+    each other are refused here, and what does not fit the call by the call. Scales are [T, S] where they are sent, and S is
+    num_scales(H).
     """
 
     scaling: Scaling

@@ -12,9 +12,10 @@ class Plan:
 
     top_k, alignment: of the layer.  num_tokens: T.  handle_mem: [bytes] uint8, of use in this group alone.
     counts: [E_l] rows of each local expert, after drops, without padding.  offsets: [E_l + 1] first slot of each zone; the last
-    entry is the number of rows in use.  global_counts: [P, E] routes from each rank to each expert, before drops.  info: [5]
-    int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.  slot: [T, K] int32 slot of
-    each route on its expert's rank, or None.  slot_origin: [R, 3] int32 (source rank, token, k) of each slot, or None.
+    entry is where the last zone ends, E_l * Z with a zone_stride Z.  global_counts: [P, E] routes from each rank to each expert,
+    before drops.  info: [5] int64: demand, kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed.
+    slot: [T, K] int32 slot of each route on its expert's rank, or None.  slot_origin: [R, 3] int32 (source rank, token, k) of
+    each slot, or None.
     """
 
     top_k: int
@@ -30,7 +31,8 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the receive arrays that are in use, which is the least N that loses nothing."""
+        """N of receive arrays that have all zones, which loses nothing: offsets[-1]. With a zone_stride not all of these rows
+        are in use."""
         return int(self.offsets[-1])
 
 

@@ -183,7 +183,8 @@ class Group(GroupBase):
         topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
         alignment: rows that zones are padded to.  counts_dtype: int32 or int64, of counts, offsets and global_counts.
         zone_stride: rows from one zone to the next, a multiple of alignment, the same on all ranks; routes to an expert beyond
-        it are dropped. 0: a zone begins where the one before it ends.
+        it are dropped. Rows of a zone behind its pads are not written, in dispatch() and combine_bwd(). 0: a zone begins where
+        the one before it ends.
         Returns a Plan.
         """
         self.require_host()
@@ -205,7 +206,8 @@ class Group(GroupBase):
         "untouched": pads inside zones are not written.  sidecar: [T, S] of any dtype, block scales for instance, with the same
         bytes of a row on all ranks, at most max_sidecar_bytes; or None on all ranks.
         Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a third array, [N, S] of its dtype. Rows
-        behind plan.num_rows are not written, and neither are their scales.
+        behind plan.num_rows, and with a zone_stride those of a zone behind its pads, are not written, and neither are their
+        weights, sidecars and scales: in new arrays they hold whatever memory held.
         """
         self.require_host()
         require_kind("plan", plan, Plan)
@@ -234,7 +236,7 @@ class Group(GroupBase):
     ) -> tuple:
         """prepare() and dispatch() in one call, which all ranks make instead of the two. Collective.
 
-        Arguments are those of the two. num_rows: N; default: R while the call is made, of which the rows in use are returned.
+        Arguments are those of the two. num_rows: N; default: R while the call is made, of which plan.num_rows are returned.
         Returns (Plan, recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar a fourth array. Where R rows were
         received, scales in columns or packed are a view of wider ones.
         """
@@ -256,7 +258,8 @@ class Group(GroupBase):
 
         expert_out: [N, H] float32, float16 or bfloat16.  recv_weights: [N] float32 as dispatch returned them, or None: all 1.
         out: [T, H] of the same dtype to be written.  format: a RowFormat of "block128" or "mx" with wire_only, or None on all
-        ranks: the one in which the ranks' partial sums travel; it needs combine_precision "wire".
+        ranks: the one in which the ranks' partial sums travel; it needs combine_precision "wire". With the default amax_floor
+        of "block128" small sums vanish: give it amax_floor=0.
         Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
         """
         self.require_host()
@@ -276,7 +279,8 @@ class Group(GroupBase):
         else plan.num_rows.  format: a RowFormat, or None on all ranks: grad_out is then what tokens is in dispatch(),
         grad_expert_out what recv_tokens is, and expert_out float32, float16 or bfloat16. Where rows arrive quantised, scales are
         multiplied by recv_weights, which BLOCK128 alone takes.
-        Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None).
+        Returns (grad_expert_out [N, H], grad_recv_weights [N] float32 or None). Rows that dispatch() does not write hold
+        whatever memory held.
         """
         self.require_host()
         require_kind("plan", plan, Plan)

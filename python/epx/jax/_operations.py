@@ -91,7 +91,8 @@ def dispatch(
     for the rows: give it to the function with a custom_vjp that computes with them, which returns their gradient for it. Its
     elements are 0, and nothing else of rows and scales has a gradient. Without it tokens that are differentiated are refused.
     grad_format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial
-    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire".
+    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire". With the default amax_floor of
+    "block128" small gradients vanish: give it amax_floor=0.
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None, token); before the token, with a sidecar recv_sidecar [N, S],
     and with with_wide what stands for the rows. Rows that hold no token are zero, with their scales, but see zero_unused of
     prepare().
@@ -200,7 +201,8 @@ def combine(plan, expert_out, recv_weights, token, *, format=None, grad_format=N
     ranks: all 1.  format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the
     ranks' partial sums travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
     grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
-    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
+    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised. With the
+    default amax_floor of "block128" small sums and gradients vanish: give both formats amax_floor=0.
     Returns (out [T, H], token): out is the sum over a token's routes of weight * row; zero for a token without routes.
     """
     group = group_of(plan, Plan)

@@ -45,11 +45,11 @@ class _HasGroup:
 @dataclasses.dataclass(frozen=True)
 class Plan(_HasGroup):
     """What prepare() makes of top-k indices, as a pytree. handle_mem: [bytes] uint8.  counts: [E_l] int32, rows of each local
-    expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is the number of rows in use.  global_counts: [P,
-    E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand, kept, dropped (routes to this rank),
-    dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K] int32, the row of each route on its
-    expert's rank, -1 where it is masked or dropped; or None. group, top_k, alignment, zone_stride,
-    num_tokens and zero_unused are static."""
+    expert. offsets: [E_l + 1] int32, first row of each zone; the last entry is where the last zone ends, E_l * Z with a
+    zone_stride Z.  global_counts: [P, E] int32, routes from each rank to each expert, before drops.  info: [5] int32: demand,
+    kept, dropped (routes to this rank), dropped (routes of this rank), rows_needed; 2^31 - 1 stands for more.  slot: [T, K]
+    int32, the row of each route on its expert's rank, -1 where it is masked or dropped; or None. group, top_k, alignment,
+    zone_stride, num_tokens and zero_unused are static."""
 
     handle_mem: jax.Array
     counts: jax.Array

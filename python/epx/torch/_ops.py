@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """[E_l + 1] first slot of each zone; the last entry is the number of rows in use."""
+        """[E_l + 1] first slot of each zone; the last entry is where the last zone ends, E_l * Z with a zone_stride Z."""
         num_local = self.group.num_local_experts
         return self._counts(num_local, num_local + 1)
 
@@ -77,7 +77,8 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the receive tensors that are in use. On a GPU this waits for prepare."""
+        """N of receive tensors that have all zones, which loses nothing: offsets[-1]. With a zone_stride not all of these rows
+        are in use. On a GPU this waits for prepare."""
         return int(self.offsets[-1])
 
 
@@ -373,7 +374,8 @@ def dispatch(
     returns a tensor [N, H] of tokens' dtype that stands for the rows: give it to the autograd.Function that computes with them,
     which returns their gradient for it. It has one element of memory, and its elements are 0.
     grad_format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial
-    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire".
+    sums of the rows' gradients travel home in the backward. It needs combine_precision "wire". With the default amax_floor of
+    "block128" small gradients vanish: give it amax_floor=0.
     Returns (recv_tokens [N, H], recv_weights [N] float32 or None); with a sidecar recv_sidecar [N, S] of its dtype too, and
     with with_wide, last, the tensor that stands for the rows. Rows behind plan.num_rows hold whatever memory held, and so do
     those of the gradient that combine's backward returns, whose pads are zero.
@@ -418,7 +420,8 @@ def combine(
     format: an epx.RowFormat of "block128" or "mx" with wire_only, or None on all ranks: the format in which the ranks' partial sums
     travel home. It needs combine_precision "wire". Gradients are those of a combine without it.
     grad_format: an epx.RowFormat with wire_only, or None on all ranks: the format in which the gradient of out travels in the
-    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised.
+    backward. The gradients of expert_out and of recv_weights are then those of a gradient that has been quantised. With the
+    default amax_floor of "block128" small sums and gradients vanish: give both formats amax_floor=0.
     Returns out [T, H]: the sum over a token's routes of weight * row; zero for a token without routes.
     """
     require_kind("plan", plan, Plan)
