@@ -11,7 +11,18 @@ ranks.require("numpy")
 import numpy
 
 TOKENS = numpy.random.default_rng(1).standard_normal((4, 256)).astype(numpy.float32)
-CONFIG = dict(num_experts=4, max_tokens_per_rank=4, hidden_dim=256, max_top_k=1, max_token_dtype="float32")
+CONFIG = dict(
+    num_experts=4, max_tokens_per_rank=4, hidden_dim=256, max_top_k=1, max_token_dtype="float32", max_recv_tokens_per_rank=600
+)
+
+
+def check_zones(names):
+    """What a snippet about zones has made, of one token for each expert, in a group whose R is more than E_l * Z."""
+    assert names["group"].max_recv_tokens_per_rank > 4 * 128
+    numpy.testing.assert_array_equal(numpy.asarray(names["zones"])[:, 0], TOKENS)
+    numpy.testing.assert_array_equal(names["row_weights"][::128], 2)
+    numpy.testing.assert_array_equal(names["plan"].offsets, 128 * numpy.arange(5))
+    numpy.testing.assert_array_equal(names["plan"].counts, 1)
 
 
 def run_numpy(zones_program, program):
@@ -21,14 +32,11 @@ def run_numpy(zones_program, program):
 
     import epx
 
-    with epx.Group(epx.bootstrap.local(), transport="host", max_recv_tokens_per_rank=512, **CONFIG) as group:
+    with epx.Group(epx.bootstrap.local(), transport="host", **CONFIG) as group:
         topk_idx = numpy.arange(4)[:, None]
         names = dict(group=group, tokens=TOKENS, topk_idx=topk_idx, topk_weights=numpy.full((4, 1), 2, numpy.float32))
         exec(zones_program, names)
-        numpy.testing.assert_array_equal(names["zones"][:, 0], TOKENS)
-        numpy.testing.assert_array_equal(names["row_weights"][::128], 2)
-        numpy.testing.assert_array_equal(names["plan"].offsets, 128 * numpy.arange(5))
-        numpy.testing.assert_array_equal(names["plan"].counts, 1)
+        check_zones(names)
         out = group.combine(names["plan"], names["rows"], names["row_weights"])
         numpy.testing.assert_array_equal(out, 2 * TOKENS)
 
@@ -46,7 +54,7 @@ def run_numpy(zones_program, program):
         group.check()
 
 
-def run_torch(program):
+def run_torch(zones_program, program):
     ranks.require("torch", installer="install_torch_test_packages")
     import format_model
     import torch
@@ -65,7 +73,12 @@ def run_torch(program):
 
     tokens = torch.tensor(TOKENS, requires_grad=True)
     with epx.torch.Group(epx.bootstrap.local(), device="cpu", **CONFIG) as group:
-        plan = epx.torch.prepare(group, torch.arange(4)[:, None])
+        topk_idx = torch.arange(4)[:, None]
+        names = dict(epx=epx, group=group, tokens=tokens.detach(), topk_idx=topk_idx, topk_weights=torch.full((4, 1), 2.0))
+        exec(zones_program, names)
+        check_zones(names)
+
+        plan = epx.torch.prepare(group, topk_idx)
         names = dict(epx=epx, group=group, plan=plan, tokens=tokens, topk_weights=torch.ones(4, 1), Experts=Experts)
         exec(program, names)
 
@@ -86,7 +99,7 @@ def run_torch(program):
         group.check()
 
 
-def run_jax(program):
+def run_jax(zones_program, program):
     ranks.require("jax")
     import format_model
     import jax
@@ -101,6 +114,11 @@ def run_jax(program):
     experts.defvjp(lambda *arguments: (experts(*arguments), None), lambda _, grad: (None, None, 3 * grad))
     with epx.Group(epx.bootstrap.local(), transport="host", **CONFIG) as group:
         topk_idx, topk_weights = jnp.arange(4)[:, None], jnp.ones((4, 1))
+        names = dict(epx=epx, group=group, tokens=jnp.asarray(TOKENS), topk_idx=topk_idx, topk_weights=2 * topk_weights)
+        names["token"] = epx.jax.first_token()
+        exec(zones_program, names)
+        check_zones(names)
+
         names = dict(epx=epx, jnp=jnp, group=group, topk_idx=topk_idx, experts=experts)
         exec(program, names)
         value, grad = jax.value_and_grad(names["loss"])(jnp.asarray(TOKENS), topk_weights)
@@ -115,5 +133,7 @@ def run_jax(program):
 
 with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
-zones, *formats = programs
-{"numpy": lambda: run_numpy(zones, formats[0]), "torch": lambda: run_torch(formats[1]), "jax": lambda: run_jax(formats[2])}[sys.argv[2]]()
+runs = dict(numpy=run_numpy, torch=run_torch, jax=run_jax)
+place = list(runs).index(sys.argv[2])
+zones, formats = programs[: len(runs)], programs[len(runs) :]
+runs[sys.argv[2]](zones[place], formats[place])
