@@ -115,8 +115,14 @@ class Exchange(unittest.TestCase):
             if RANK == 0:
                 with self.assertRaisesRegex(epx.EventError, "more routes than zone_stride, 2"):
                     group.check()
-            call = functools.partial(epx.torch.prepare, group, idx, alignment=2, zone_stride=3)
-            ranks.refused(self, "zone_stride is 3; it must be a multiple", call)
+            for stride, words in (
+                (-1, "zone_stride is -1; it must be at least 0"),
+                (1.5, "zone_stride is 1.5; it must be an integer"),
+                (3, "zone_stride is 3; it must be a multiple"),
+            ):
+                zones = dict(alignment=2, zone_stride=stride)
+                ranks.refused(self, words, lambda: epx.torch.prepare(group, idx, **zones))
+                ranks.refused(self, words, lambda: epx.torch.prepare_dispatch(group, idx.float(), idx, **zones))
             group.check()
 
     def test_2_finite_differences(self):

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from .._formats import RowFormat, on_wire, require_room_for_combine_bwd
 from .._structs import Pads
-from .._values import refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
+from .._values import count, refuse, refuse_choice, refuse_dtype, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
@@ -281,6 +281,11 @@ def _pads(pads):
     return _PADS[pads]
 
 
+def _zone_stride(rows):
+    """torch.compile cannot trace the check; there the library refuses what is negative, and the operator what is no integer."""
+    return rows if torch.compiler.is_compiling() else count("zone_stride", rows)
+
+
 def prepare(
     group: Group,
     topk_idx: torch.Tensor,
@@ -301,7 +306,7 @@ def prepare(
     number = group.number
     require_usable(group, "topk_idx", topk_idx)
     _refuse_transforms(topk_idx)
-    made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype), zone_stride)
+    made = call(number, _prepare, number, topk_idx, alignment, _is_int64(counts_dtype), _zone_stride(zone_stride))
     return Plan(group, topk_idx.shape[1], alignment, topk_idx.shape[0], *made)
 
 
@@ -336,7 +341,7 @@ def prepare_dispatch(
         num_rows = group.max_recv_tokens_per_rank
     tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     require_usable(group, "topk_idx", topk_idx)
-    plan_args = alignment, int64_counts, zone_stride
+    plan_args = alignment, int64_counts, _zone_stride(zone_stride)
     args = number, tokens, topk_idx, topk_weights, *plan_args, _pads(pads), num_rows
     run = _PrepareDispatch.apply if records else _PREPARE_DISPATCH.run
     handle_mem, results, *rows = run(more, *args)
