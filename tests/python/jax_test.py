@@ -93,9 +93,21 @@ class ProcessLocal(jax_ranks.TestCase):
 
         plan, rows, row_weights = dispatch(float32(data.tokens[RANK]) + 1)
         numpy.testing.assert_array_equal(plan.offsets, stride * numpy.arange(group.num_local_experts + 1))
-        zones = numpy.asarray(row_weights)[: plan.offsets[-1]].reshape(-1, stride)
-        numpy.testing.assert_array_equal(zones != 0, numpy.arange(stride) < numpy.asarray(plan.counts)[:, None])
-        numpy.testing.assert_array_equal(rows.any(axis=1), row_weights != 0)
+        used = numpy.zeros((jax_ranks.EXPERTS, stride), bool)
+        used[: group.num_local_experts] = numpy.arange(stride) < numpy.asarray(plan.counts)[:, None]
+        used = used.reshape(-1)
+        numpy.testing.assert_array_equal(row_weights != 0, used)
+        numpy.testing.assert_array_equal(rows.any(axis=1), used)
+
+        @jax.jit
+        @jax.grad
+        def gradient(expert_out):
+            plan, token = epx.jax.prepare(group, jnp.asarray(data.idx[RANK]), epx.jax.first_token(), zone_stride=stride)
+            out, token = epx.jax.combine(plan, expert_out, None, token)
+            return epx.jax.finish(jnp.sum(out), token)
+
+        grads = gradient(jnp.ones_like(rows))
+        numpy.testing.assert_array_equal(grads, numpy.broadcast_to(used[:, None], grads.shape))
 
     def test_1_nodes(self):
         ranks_per_node = ranks.ranks_per_node() if ON_GPU else 1
