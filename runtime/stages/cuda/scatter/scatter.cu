@@ -18,7 +18,8 @@
 //            read of the row
 //
 // A row and its ready flag, in this order:
-//   cp.async.bulk      the send warp stores the row in the peer's window (TmaRowPipeline::begin_copy_to_destinations)
+//   cp.async.bulk      the send warp stores the row in the peer's window (TmaRowPipeline::begin_copy_to_destinations; a row that
+//                      it quantises: begin_store_to_destinations)
 //   wait_group 0       its lane 0 waits until those stores are complete (TmaRowPipeline::finish)
 //   fence.acq_rel.cta  the send warp enqueues the flag in shared memory by a CAS (SignalWarp::enqueue)
 //   fence.acq_rel.sys  the signal warp has loaded the enqueued flags (SignalWarp::run)
