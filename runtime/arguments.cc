@@ -175,6 +175,12 @@ DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank
   call.topk_idx_is_64 = args.topk_idx->dtype == EPX_INT64;
   call.recv_topk_idx_is_64 = args.recv_topk_idx->dtype == EPX_INT64;
   call.counts_are_64 = args.counts->dtype == EPX_INT64;
+  if (args.row_spacing != EPX_ROWS_STRIDED && args.row_spacing != EPX_ROWS_COMPACT)
+    checker.refuse("row_spacing is {}; it must be EPX_ROWS_STRIDED ({}) or EPX_ROWS_COMPACT ({})",
+                   static_cast<int>(args.row_spacing), static_cast<int>(EPX_ROWS_STRIDED),
+                   static_cast<int>(EPX_ROWS_COMPACT));
+  if (args.reserved0 != 0) checker.refuse("reserved0 is {}; it must be 0", args.reserved0);
+  call.is_compact = args.row_spacing == EPX_ROWS_COMPACT;
   return finish(checker, call);
 }
 

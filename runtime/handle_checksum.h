@@ -38,7 +38,7 @@ constexpr std::array<BodySection, 6> body_sections(const HandleHeader& header, c
     const int64_t records = header.rows_in_use * (header.top_k > 1 ? 2 : 1); // and masks
     return {{{layout.routes / kWord, 1, routes * static_cast<int64_t>(sizeof(Route)) / kWord, 0},
              {layout.slot_records / kWord, 1, records * static_cast<int64_t>(sizeof(SlotRecord)) / kWord, 0},
-             {layout.first_slots / kWord, 1, shape.num_ranks, 0}}};
+             {layout.first_slots / kWord, 1, shape.num_ranks * static_cast<int64_t>(sizeof(SourceRows)) / kWord, 0}}};
   }
   const int64_t first_slots = by_kernels ? static_cast<int64_t>(shape.num_ranks) * shape.max_tokens_per_rank : 0;
   const int64_t ll_ranks = by_kernels ? shape.num_ranks : 0;

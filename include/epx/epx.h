@@ -912,6 +912,13 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * below M. The routes of the others are dropped, whatever the group's overflow policy is, and this rank reports them
  * (EPX_EVENT_TOO_FEW_ROWS). epx_dispatch_rank_major alone reports them: the later calls with its handle memory do not.
  *
+ * *Places.* The receive tensors have P * M rows, [P, M, ...]. By default kept row i of source r is row r * M + i of
+ * them. With EPX_ROWS_COMPACT it is row counts[0] + ... + counts[r - 1] + i: the rows of all sources follow each other
+ * without gaps, as in DeepEP's normal form. M, and which rows are kept, do not depend on that. epx_dispatch_rank_major
+ * chooses it, and the three other calls find it in the handle memory. Below, [r, i] is row i of source r, wherever it
+ * lies. Compact rows pass through staging also where recv_tokens lies in memory from epx_mem_alloc: a sender does not
+ * know how many rows the ranks below it have.
+ *
  * M >= 0 is any number and the same on all ranks (else MISMATCH, sticky); M = max_tokens_per_rank is never too few. The
  * receive capacity R drops nothing here, but rows pass through staging of its size: P * min(M, max_tokens_per_rank) * K
  * must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
@@ -927,6 +934,12 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * zones. Handle memory has epx_handle_mem_size() bytes. What a call checks of it, and what damage can do, is said there;
  * that of epx_prepare, or that of an epx_dispatch_rank_major with another M, is reported as EPX_EVENT_HANDLE_MISMATCH.
  * @{ */
+
+/** Where the kept rows of a source rank begin in the receive tensors of a rank-major plan. */
+typedef enum epx_row_spacing EPX_ENUM_INT32 {
+  EPX_ROWS_STRIDED = 0, /**< M rows apart: those of source r at row r * M */
+  EPX_ROWS_COMPACT = 1  /**< behind those of the source before: at row counts[0] + ... + counts[r - 1] */
+} epx_row_spacing;
 
 /** Arguments of epx_dispatch_rank_major(). The smallest struct_size is 96. */
 typedef struct epx_dispatch_rank_major_args {
@@ -947,11 +960,14 @@ typedef struct epx_dispatch_rank_major_args {
   const epx_tensor* recv_weights; /**< [out] [P, M, K] FLOAT32, iff topk_weights is given: 0 where recv_topk_idx is -1 */
   const epx_tensor* counts;       /**< [out] [P] INT32 or INT64: kept rows of each source rank */
   const epx_row_format* format;   /**< [optional] in which the rows travel; NULL: as they are */
+  epx_row_spacing row_spacing;    /**< the same on all ranks, else MISMATCH */
+  int32_t reserved0;              /**< 0 */
 } epx_dispatch_rank_major_args;
 
 /** recv_tokens[r, i] = tokens_r[t] for kept row i of r, which is token t, bit for bit or as the format says, with its
  * sidecar. recv_topk_idx and recv_weights at [r, i, k] say which of this rank's experts its routes go to, and with which
- * weights. Duplicate experts of a token stay two k. Rows at or beyond counts[r] are not touched, in any tensor. */
+ * weights. Duplicate experts of a token stay two k. No other row is touched, in any tensor: of source r those at or beyond
+ * counts[r], and with EPX_ROWS_COMPACT those behind the last source's. */
 EPX_API epx_status epx_dispatch_rank_major(epx_group group, const epx_dispatch_rank_major_args* args);
 
 /** Arguments of epx_combine_rank_major(). The smallest struct_size is 56. */

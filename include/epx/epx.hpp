@@ -505,6 +505,7 @@ struct DispatchRankMajorArgs {
   Tensor recv_weights = {}; // iff topk_weights is given
   Tensor counts = {};
   RowFormat format = {}; // optional
+  epx_row_spacing row_spacing = EPX_ROWS_STRIDED;
 };
 
 struct CombineRankMajorArgs {
@@ -733,6 +734,7 @@ public:
     call.counts = args.counts.get();
     const epx_row_format format = args.format.get();
     if (args.format) call.format = &format;
+    call.row_spacing = args.row_spacing;
     require_success(epx_dispatch_rank_major(group_, &call), "epx_dispatch_rank_major");
   }
 

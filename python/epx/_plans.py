@@ -40,8 +40,10 @@ class Plan:
 class RankMajorPlan:
     """What dispatch_rank_major() has received from whom, and the handle memory that the three other rank-major calls take.
 
-    top_k: of the layer.  num_tokens: T.  max_rows: M.  handle_mem: [bytes] uint8, of use in this group alone.
-    counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]].
+    top_k: of the layer.  num_tokens: T.  max_rows: M.  compact: whether the rows of the ranks follow each other without gaps.
+    handle_mem: [bytes] uint8, of use in this group alone.
+    counts: [P] kept rows from each rank; those that hold a token are recv_tokens[r, :counts[r]]. If compact they are the first
+    num_rows of the P * M rows: those from rank 0, then those from rank 1, and so on.
     topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route is masked or goes
     to another rank, and in rows that hold no token.
     """
@@ -52,8 +54,14 @@ class RankMajorPlan:
     handle_mem: numpy.ndarray
     counts: numpy.ndarray
     topk_idx: numpy.ndarray
+    compact: bool = False
 
     alignment = 1  # the layout has no zones
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows hold a token."""
+        return int(self.counts.sum())
 
 
 def read_only(plan):

@@ -83,6 +83,13 @@ class Overflow(enum.IntEnum):
     DROP = 1
 
 
+class RowSpacing(enum.IntEnum):
+    """Where the kept rows of a source rank begin in rank-major receive arrays (epx_row_spacing)."""
+
+    STRIDED = 0
+    COMPACT = 1
+
+
 class Pads(enum.IntEnum):
     """What dispatch does to the pad rows of its zones (epx_pads)."""
 
@@ -316,6 +323,7 @@ _PLAN, _ROWS, _MORE = (
     [("pads", c_int32), ("reserved0", c_int32), *_FORMAT],
 )
 _ZONES = [("zone_stride", c_int64)]
+_SPACING = [("row_spacing", c_int32), ("reserved0", c_int32)]
 _GRADS = "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
 CALLS = {
     name: _call(name, *fields)
@@ -326,7 +334,7 @@ CALLS = {
         ("combine", "expert_out recv_weights out", _FORMAT),
         ("combine_bwd", "grad_out expert_out recv_weights grad_expert_out grad_recv_weights", _FORMAT),
         ("dispatch_bwd", _GRADS, _FORMAT),
-        ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts", _FORMAT),
+        ("dispatch_rank_major", "tokens topk_idx topk_weights recv_tokens recv_topk_idx recv_weights counts", _FORMAT + _SPACING),
         ("combine_rank_major", "expert_out out", _FORMAT),
         ("combine_rank_major_bwd", "grad_out grad_expert_out", _FORMAT),
         ("dispatch_rank_major_bwd", _GRADS, _FORMAT),
@@ -352,6 +360,7 @@ ENUMS = [
     ("EPX_COMBINE_", CombinePrecision),
     ("EPX_OVERFLOW_", Overflow),
     ("EPX_PADS_", Pads),
+    ("EPX_ROWS_", RowSpacing),
     ("EPX_SCALING_", Scaling),
     ("EPX_SCALES_", ScaleLayout),
 ]

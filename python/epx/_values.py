@@ -82,6 +82,12 @@ def integer(name, value, kind=ctypes.c_int32):
     return value
 
 
+def boolean(name, value):
+    if not isinstance(value, bool):
+        refuse_kind(name, value, bool)
+    return value
+
+
 def count(name, value):
     """The value as an int that is no less than 0."""
     value = integer(name, value, ctypes.c_int64)

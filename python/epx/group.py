@@ -18,9 +18,9 @@ from ._formats import on_wire
 from ._group_base import GroupBase
 from ._plans import Plan, RankMajorPlan, read_only
 from ._rows import Rows
-from ._structs import EventKind, Operation, Pads, Status, known
+from ._structs import EventKind, Operation, Pads, RowSpacing, Status, known
 from ._tensors import aligned_bytes, output, tensor
-from ._values import count, integer, member, refuse, refuse_destroyed, refuse_dtype, require_kind, require_one_size
+from ._values import boolean, count, integer, member, refuse, refuse_destroyed, refuse_dtype, require_kind, require_one_size
 from .bootstrap import reraise
 from .errors import Error, EventError, group_error, raise_call_failed, raise_if_failed, read_report
 
@@ -320,19 +320,31 @@ class Group(GroupBase):
         return self._bring_home("dispatch_bwd", plan, grad_recv, grad, weights, format)
 
     def dispatch_rank_major(
-        self, tokens, topk_idx, topk_weights=None, *, max_rows=None, counts_dtype=numpy.int32, sidecar=None, format=None
+        self,
+        tokens,
+        topk_idx,
+        topk_weights=None,
+        *,
+        max_rows=None,
+        compact=False,
+        counts_dtype=numpy.int32,
+        sidecar=None,
+        format=None,
     ) -> tuple:
         """Brings each token once to each rank that one of its experts lives on, by source rank and without a prepare.
         Collective.
 
         tokens: [T, H], as in dispatch().  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K] float32, or
         None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-        P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, format: as in dispatch(), without scales in tiles.
+        P * min(M, max_tokens_per_rank) * K must not exceed R.  compact: the same on all ranks; True: rows from all ranks follow
+        each other without gaps, and are recv_tokens.reshape(P * M, H)[:plan.num_rows]; the arrays have the same shapes.
+        sidecar, format: as in dispatch(), without scales in tiles.
         Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar a fourth array,
         [P, M, S] of its dtype. Scales by rows are [P, M, S], and row_scales [P, M]. Rows that hold no token, recv_tokens[r,
-        plan.counts[r]:], are zero, and so are their scales.
+        plan.counts[r]:] unless they are compact, are zero, and so are their scales.
         """
         self.require_host()
+        spacing = RowSpacing.COMPACT if boolean("compact", compact) else RowSpacing.STRIDED
         indices = tensor("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
         num_tokens, top_k = topk_idx.shape
         self.require_layer(top_k)
@@ -346,6 +358,7 @@ class Group(GroupBase):
             aligned_bytes(self.handle_mem_size(top_k)),
             counts=numpy.empty(self.num_ranks, _counts_dtype(counts_dtype)),
             topk_idx=numpy.full((*lead, top_k), -1, numpy.int32),
+            compact=compact,
         )
         weights = recv_weights = None
         if topk_weights is not None:
@@ -361,7 +374,7 @@ class Group(GroupBase):
             tensor("recv_topk_idx", plan.topk_idx),
             None if recv_weights is None else tensor("recv_weights", recv_weights),
             tensor("counts", plan.counts),
-            more=(rows.format,),
+            more=(rows.format, spacing, 0),
         )
         return read_only(plan), *_received(rows.recv_tokens, recv_weights, rows.recv_sidecar)
 

@@ -40,8 +40,13 @@ struct HandleLimits {
     return is_slot(slot) && is_rank(route.rank) ? slot : -1;
   }
   // Returns a source rank's number of rows in a rank-major plan.
-  constexpr int64_t rows(int32_t source_rows, int64_t slots_per_source) const {
-    return source_rows < 0 ? 0 : source_rows < slots_per_source ? source_rows : slots_per_source;
+  constexpr int64_t rows(const SourceRows& source, int64_t slots_per_source) const {
+    return source.kept < 0 ? 0 : source.kept < slots_per_source ? source.kept : slots_per_source;
+  }
+  // Returns the row of the receive tensors of a compact plan that row `row` < slots_per_source of a source is.
+  constexpr int64_t compact_row(const SourceRows& source, int64_t row, int64_t slots_per_source) const {
+    const int64_t last_begin = num_slots - slots_per_source; // where each source has as many rows as it can
+    return (source.begin < 0 ? 0 : source.begin < last_begin ? source.begin : last_begin) + row;
   }
   constexpr int rank_ordinal(int32_t rank_ordinal) const { return clamp(rank_ordinal, num_rank_ordinals); }
   constexpr int k(int32_t k) const { return clamp(k, top_k); }

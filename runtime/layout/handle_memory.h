@@ -6,10 +6,11 @@
 //   | first_slots int32 [P, max_tokens] | ll_slots int32 [P, ll_tokens, K]
 //
 // A rank-major plan (rank_major.h) uses the same places, so that one size serves both: the routes; slot records, of which there
-// are P * slots_per_source, and behind them as many RankMajorMasks, which together are at most R; and the kept rows of each
-// source rank, int32 [P], in the place of first_slots.
+// are P * slots_per_source, and behind them as many RankMajorMasks, which together are at most R; and SourceRows [P] in the
+// place of first_slots.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
@@ -30,8 +31,9 @@ struct HandleHeader {
   uint64_t plan_id;    // sequence number of the call that wrote the plan
   int64_t num_tokens;  // T
   int64_t rows_in_use; // offsets[E_l]; rank-major: P * slots_per_source, whether the slots have rows or not
-  int32_t top_k;
-  int32_t alignment; // effective
+  uint16_t top_k;
+  uint16_t is_compact; // rank-major: 1 if the receive rows of the sources follow each other (EPX_ROWS_COMPACT); else 0
+  int32_t alignment;   // effective
   int32_t rank;
   int32_t ll_tokens; // the largest T of all ranks, if movements take the low-latency path; else 0. Only kernels use it
   int64_t rows_per_source; // rank-major: M; else kExpertMajor
@@ -42,15 +44,16 @@ struct HandleHeader {
 // FNV-1a by words instead of bytes, since every thread of a kernel computes it before it uses the header. Each step is a
 // bijection, so that another word always yields another sum.
 constexpr uint64_t header_checksum(const HandleHeader& header) {
-  const uint64_t words[] = {
-      header.magic,
-      header.group_id,
-      header.plan_id,
-      static_cast<uint64_t>(header.num_tokens),
-      static_cast<uint64_t>(header.rows_in_use),
-      static_cast<uint64_t>(static_cast<uint32_t>(header.top_k)) << 32 | static_cast<uint32_t>(header.alignment),
-      static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 | static_cast<uint32_t>(header.ll_tokens),
-      static_cast<uint64_t>(header.rows_per_source)};
+  const uint64_t words[] = {header.magic,
+                            header.group_id,
+                            header.plan_id,
+                            static_cast<uint64_t>(header.num_tokens),
+                            static_cast<uint64_t>(header.rows_in_use),
+                            static_cast<uint64_t>(header.is_compact) << 48 | static_cast<uint64_t>(header.top_k) << 32 |
+                                static_cast<uint32_t>(header.alignment),
+                            static_cast<uint64_t>(static_cast<uint32_t>(header.rank)) << 32 |
+                                static_cast<uint32_t>(header.ll_tokens),
+                            static_cast<uint64_t>(header.rows_per_source)};
   uint64_t hash = 0xcbf29ce484222325;
   for (const uint64_t word : words) {
     hash = (hash ^ word) * 0x100000001b3;
@@ -91,7 +94,8 @@ inline HandleLayout make_handle_layout(const GroupShape& shape, int top_k) {
   layout.zone_begin = append(experts + 1, sizeof(int32_t));
   layout.zone_rows = append(experts, sizeof(int32_t));
   layout.slot_records = append(shape.max_recv_tokens, sizeof(SlotRecord));
-  layout.first_slots = append(checked_mul(shape.num_ranks, shape.max_tokens_per_rank, what), sizeof(int32_t));
+  const int64_t ints_per_rank = std::max<int64_t>(shape.max_tokens_per_rank, sizeof(SourceRows) / sizeof(int32_t));
+  layout.first_slots = append(checked_mul(shape.num_ranks, ints_per_rank, what), sizeof(int32_t));
   layout.ll_slots = append(checked_mul(shape.num_ranks * max_ll_tokens(shape), top_k, what), sizeof(int32_t));
   layout.total_bytes = end;
   return layout;
@@ -108,7 +112,7 @@ struct HandleView {
         zone_begin(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_begin)),
         zone_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.zone_rows)),
         slot_records(reinterpret_cast<Ptr<SlotRecord>>(base + layout.slot_records)),
-        source_rows(reinterpret_cast<Ptr<int32_t>>(base + layout.first_slots)),
+        source_rows(reinterpret_cast<Ptr<SourceRows>>(base + layout.first_slots)),
         first_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.first_slots)),
         ll_slots(reinterpret_cast<Ptr<int32_t>>(base + layout.ll_slots)) {}
 
@@ -122,9 +126,9 @@ struct HandleView {
   Ptr<int32_t> zone_begin; // first slot of each zone, then the end of the last
   Ptr<int32_t> zone_rows;  // kept routes of each zone; pads follow, up to the alignment
   Ptr<SlotRecord> slot_records;
-  Ptr<int32_t> source_rows; // rank-major: kept rows of each source rank [P]; in the place of first_slots
-  Ptr<int32_t> first_slots; // first slot here of each source's tokens; -1: none. Only kernels write and read it
-  Ptr<int32_t> ll_slots;    // LL path only: slot here of each source's (token, k); -1: none. Only kernels write and read it
+  Ptr<SourceRows> source_rows; // rank-major: by source rank [P]; in the place of first_slots
+  Ptr<int32_t> first_slots;    // first slot here of each source's tokens; -1: none. Only kernels write and read it
+  Ptr<int32_t> ll_slots; // LL path only: slot here of each source's (token, k); -1: none. Only kernels write and read it
 };
 
 using HandleReader = HandleView<const std::byte>;

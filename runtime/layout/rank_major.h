@@ -35,6 +35,13 @@ struct RankMajorMask {
 };
 static_assert(sizeof(RankMajorMask) == sizeof(SlotRecord));
 
+// What a rank keeps of a source. In a compact plan (EPX_ROWS_COMPACT) the rows of the sources follow each other in the receive
+// tensors; in others the rows of a source begin at the source times M.
+struct SourceRows {
+  int32_t kept;
+  int32_t begin; // compact: the row of the receive tensors where they begin; else 0
+};
+
 // A source rank stores this on the exchange board of each receiver: how many tokens it has for it, and how many routes those
 // have that lie at or above M. Kernels store the same numbers in an LlPacket16, of which there are two, by parity of the call.
 struct RankMajorCounts {

@@ -45,10 +45,11 @@ struct alignas(128) CallDescriptor {
   // Agreed fields: all ranks must pass the same values.
   uint8_t operation;
   uint8_t top_k;
-  uint8_t weights;    // bit 0: weights are passed; bit 1: weight gradients are wanted
-  uint8_t dtype;      // of what is read
-  uint8_t recv_dtype; // of what is written
-  uint8_t scaling;    // of the row format, as the next two
+  uint8_t weights : 4;     // bit 0: weights are passed; bit 1: weight gradients are wanted
+  uint8_t row_spacing : 4; // dispatch_rank_major: epx_row_spacing
+  uint8_t dtype;           // of what is read
+  uint8_t recv_dtype;      // of what is written
+  uint8_t scaling;         // of the row format, as the next two
   uint8_t element_dtype;
   uint8_t scale_dtype;
   int32_t alignment;

@@ -30,12 +30,21 @@ int rank_of_route(const RankMajorPlan& plan, size_t source, int64_t token, int k
   return expert < 0 ? -1 : rank_of_expert(plan, expert);
 }
 
+// The row of a receiver's tensors where the rows of a source begin.
+int64_t first_row(const RankMajorPlan& plan, size_t receiver, size_t source) {
+  if (!plan.is_compact) return static_cast<int64_t>(source) * plan.rows_per_source;
+  int64_t row = 0;
+  for (size_t before = 0; before < source; ++before)
+    row += static_cast<int64_t>(plan.ranks[before].kept_to[receiver].size());
+  return row;
+}
+
 // The row of the receive tensors of `rank` that holds a token of `source`; -1 where it is not kept.
 int64_t kept_row_of(const RankMajorPlan& plan, size_t source, int64_t token, int rank) {
   const std::vector<int32_t>& kept = plan.ranks[source].kept_to[rank];
   const auto found = std::ranges::find(kept, token);
   if (found == kept.end()) return -1;
-  return static_cast<int64_t>(source) * plan.rows_per_source + (found - kept.begin());
+  return first_row(plan, static_cast<size_t>(rank), source) + (found - kept.begin());
 }
 
 void copy_matrix_row(const Matrix& from, int64_t from_row, Matrix& to, int64_t to_row) {
@@ -50,8 +59,7 @@ void for_each_row(const RankMajorPlan& plan, const Take& take) {
     for (size_t source = 0; source < plan.ranks.size(); ++source) {
       const std::vector<int32_t>& kept = plan.ranks[source].kept_to[receiver];
       for (size_t i = 0; i < kept.size(); ++i)
-        take(receiver, source, int64_t{kept[i]},
-             static_cast<int64_t>(source) * plan.rows_per_source + static_cast<int64_t>(i));
+        take(receiver, source, int64_t{kept[i]}, first_row(plan, receiver, source) + static_cast<int64_t>(i));
     }
 }
 
@@ -85,8 +93,9 @@ void sum_rows(const RankMajorPlan& plan, std::span<const Matrix> rows, std::span
 
 } // namespace
 
-RankMajorPlan plan_rank_major(const Problem& problem, std::span<const Routing> ranks, int64_t rows_per_source) {
-  RankMajorPlan plan{problem, rows_per_source, std::vector<RankMajorRank>(ranks.size())};
+RankMajorPlan plan_rank_major(const Problem& problem, std::span<const Routing> ranks, int64_t rows_per_source,
+                              bool is_compact) {
+  RankMajorPlan plan{problem, rows_per_source, std::vector<RankMajorRank>(ranks.size()), is_compact};
   const auto num_ranks = static_cast<int>(ranks.size());
   int next_expert = 0;
   for (int rank = 0; rank < num_ranks; ++rank) { // contiguous blocks; the first E mod P ranks own one more

@@ -26,12 +26,14 @@ struct RankMajorPlan {
   Problem problem;             // alignment and max_recv_tokens do not matter
   int64_t rows_per_source = 0; // M
   std::vector<RankMajorRank> ranks;
+  bool is_compact = false; // EPX_ROWS_COMPACT
 };
 
-RankMajorPlan plan_rank_major(const Problem& problem, std::span<const Routing> ranks, int64_t rows_per_source);
+RankMajorPlan plan_rank_major(const Problem& problem, std::span<const Routing> ranks, int64_t rows_per_source,
+                              bool is_compact = false);
 
 // As in reference.h: one entry per rank in every span; an empty span means "not passed". Receive tensors have P * M rows:
-// row i of source r is row r * M + i.
+// row i of source r is row r * M + i; in a compact plan it follows the rows of the sources before r.
 
 struct RankMajorDispatchTensors {
   std::span<const Matrix> tokens;                   // [T, H]

@@ -16,6 +16,13 @@ constexpr int64_t sidecar_bytes_of(const DispatchCall& call) {
 constexpr int64_t sidecar_bytes_of(const MovementCall&) {
   return 0;
 }
+// Only the call that makes a plan says how it places rows.
+constexpr epx_row_spacing row_spacing_of(const DispatchRankMajorCall& call) {
+  return call.is_compact ? EPX_ROWS_COMPACT : EPX_ROWS_STRIDED;
+}
+constexpr epx_row_spacing row_spacing_of(const MovementCall&) {
+  return EPX_ROWS_STRIDED;
+}
 
 // A call without tensors. `subject` is the number of the allocation that mem_free frees.
 constexpr CallDescriptor describe(epx_operation operation, int64_t subject = 0) {
@@ -42,7 +49,7 @@ constexpr CallDescriptor describe_movement(const MovementCall& call, int32_t wei
                                            const AllocationPlace& row_weights = kNotRegistered) {
   CallDescriptor descriptor = describe(call.operation, call.is_rank_major() ? call.rows_per_source : 0);
   descriptor.top_k = static_cast<uint8_t>(call.top_k);
-  descriptor.weights = static_cast<uint8_t>(weights);
+  descriptor.weights = static_cast<uint8_t>(weights) & 0xf;
   descriptor.dtype = static_cast<uint8_t>(call.dtype);
   descriptor.recv_dtype = static_cast<uint8_t>(call.recv_dtype);
   descriptor.scaling = static_cast<uint8_t>(call.format.scaling);
@@ -64,7 +71,9 @@ constexpr CallDescriptor describe_movement(const MovementCall& call, int32_t wei
 template <typename Call> // a movement
 constexpr CallDescriptor describe(const Call& call, const AllocationPlace& rows,
                                   const AllocationPlace& row_weights = kNotRegistered) {
-  return describe_movement(call, call.passed_weights(), sidecar_bytes_of(call), rows, row_weights);
+  CallDescriptor descriptor = describe_movement(call, call.passed_weights(), sidecar_bytes_of(call), rows, row_weights);
+  descriptor.row_spacing = static_cast<uint8_t>(row_spacing_of(call)) & 0xf;
+  return descriptor;
 }
 
 constexpr CallDescriptor describe(const PrepareDispatchCall& call, const AllocationPlace& rows) {

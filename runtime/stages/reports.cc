@@ -28,6 +28,10 @@ std::string format_weights(int64_t value) {
   return value == 2 ? "weight gradients" : "weights and weight gradients";
 }
 
+std::string format_row_spacing(int64_t value) {
+  return value == EPX_ROWS_COMPACT ? "EPX_ROWS_COMPACT" : "EPX_ROWS_STRIDED";
+}
+
 constexpr bool makes_zones(const CallDescriptor& descriptor) {
   return descriptor.operation == EPX_OP_PREPARE || descriptor.operation == EPX_OP_PREPARE_DISPATCH;
 }
@@ -54,6 +58,8 @@ constexpr std::array kCallFields = {
               [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? descriptor.subject : 0; }},
     CallField{"M, the rows for each source rank,",
               [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? 0 : descriptor.subject; }},
+    CallField{"row_spacing", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.row_spacing; },
+              format_row_spacing},
 };
 
 // Returns "dispatch (call 7)"; "dispatch" where the host does not know the number.

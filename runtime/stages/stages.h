@@ -74,8 +74,8 @@ struct MovementCall {
   constexpr int64_t num_slots(const GroupShape& shape) const {
     return is_rank_major() ? shape.num_ranks * slots_per_source : shape.max_recv_tokens;
   }
-  // Returns the row of the receive tensors that a slot is. Rank-major tensors may have more rows for a source than it can have
-  // tokens.
+  // Returns the row of the receive tensors that a slot is, unless the plan is compact. Rank-major tensors may have more rows for
+  // a source than it can have tokens.
   constexpr int64_t row_of_slot(int64_t slot) const {
     return !is_rank_major() || rows_per_source == slots_per_source
                ? slot
@@ -113,6 +113,7 @@ struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
   bool recv_topk_idx_is_64;
   void* counts; // [P] int32 or int64
   bool counts_are_64;
+  bool is_compact; // EPX_ROWS_COMPACT
 };
 
 struct CombineCall : MovementCall {

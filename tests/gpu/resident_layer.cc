@@ -70,6 +70,7 @@ void ResidentLayer::lay_out() {
   rank_major.num_ranks = shape.num_ranks;
   rank_major.rows_per_source =
       is_rank_major ? std::min(num_tokens, recv_rows / (int64_t{shape.num_ranks} * layer_.top_k)) : 0;
+  rank_major.row_spacing = layer_.rank_major_compact ? EPX_ROWS_COMPACT : EPX_ROWS_STRIDED;
   const size_t handle_bytes = group_.view().handle_mem_size(major.layer);
   const auto row = static_cast<size_t>(row_bytes(layer_.dtype, layer_.hidden));
   const auto tokens = static_cast<size_t>(num_tokens), slots = static_cast<size_t>(recv_rows);

@@ -130,6 +130,10 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
     layer.hidden = layer.combine_hidden = hidden;
     return layer;
   };
+  const auto compact = [](LayerCase layer) {
+    layer.rank_major_compact = true;
+    return layer;
+  };
   // Its rows travel quantised, and so do its sums where the precision and the scaling allow it.
   const auto quantised = [&](LayerCase layer, const FormatCase& format) {
     layer.format = layer.rank_major_format = layer.combine_bwd_format = layer.combine_rank_major_bwd_format = format;
@@ -142,22 +146,23 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   std::vector<Subject> subjects;
   if (kind.is_busy) {
     subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, few, seed + 6000));
-    subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow - 3), true, few, seed + 7000));
+    subjects.push_back(make_subject(context, group, compact(layer_of(4, 8, kBusyRow - 3)), true, few, seed + 7000));
     if (takes_formats)
       subjects.push_back(
           make_subject(context, group, quantised(layer_of(4, 8, kBusyRow), kBlock128), false, few, seed + 8000));
     return subjects;
   }
   subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, options.inputs, seed));
-  subjects.push_back(make_subject(context, group, layer_of(4, 1, short_row), false, options.inputs, seed + 1000));
+  subjects.push_back(make_subject(context, group, compact(layer_of(4, 1, short_row)), false, options.inputs, seed + 1000));
   subjects.push_back(make_subject(context, group, layer_of(1, 8, short_row), true, options.inputs, seed + 2000));
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, few, seed + 3000));
-  subjects.push_back(make_subject(context, group, layer_of(2, 1, kLongRow - 3), false, few, seed + 4000));
+  subjects.push_back(make_subject(context, group, compact(layer_of(2, 1, kLongRow - 3)), false, few, seed + 4000));
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, few, seed + 5000));
   if (!takes_formats) return subjects;
   subjects.push_back(
       make_subject(context, group, quantised(layer_of(3, 16, short_row), kMx), true, options.inputs, seed + 6000));
-  subjects.push_back(make_subject(context, group, quantised(layer_of(4, 1, kLongRow), kNv), false, few, seed + 7000));
+  subjects.push_back(
+      make_subject(context, group, compact(quantised(layer_of(4, 1, kLongRow), kNv)), false, few, seed + 7000));
   subjects.push_back(
       make_subject(context, group, quantised(layer_of(4, 8, kLongestRow), kBlock128), true, few, seed + 8000));
   return subjects;

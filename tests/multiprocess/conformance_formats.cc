@@ -90,6 +90,7 @@ void run_formats(const GroupCase& group_case, std::span<const FormatRow> rows) {
   std::vector<Workload> works;
   for (const FormatRow& row : rows) {
     layers.push_back(layer_of(row));
+    layers.back().rank_major_compact = layers.size() % 2 == 0;
     works.push_back(make_workload(group_case, layers.back(), 400 + layers.size()));
   }
   on_every_rank([&](const RankContext& context) {

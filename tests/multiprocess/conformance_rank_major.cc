@@ -224,6 +224,102 @@ TEST_CASE("rank-major: both layouts in flight, and calls in any order") {
   });
 }
 
+TEST_CASE("rank-major: compact rows, whatever M, T, K, H, dtypes, and where the tensors lie") {
+  const auto run_compact = [](const std::function<void(Case&)>& change) {
+    run_rank_major([&](Case& c) {
+      c.layer.rank_major_compact = true;
+      change(c);
+    });
+  };
+  for (const auto rows :
+       {RankMajorRows::exact, RankMajorRows::max_tokens, RankMajorRows::more, RankMajorRows::fewer, RankMajorRows::none})
+    for (const auto placement : {Placement::plain, Placement::in_place})
+      for (const auto tokens : {TokenCount::ragged, TokenCount::none_on_one})
+        run_compact([&](Case& c) {
+          c.layer.rank_major = rows;
+          c.layer.tokens = tokens;
+          c.layer.percent_masked = 20;
+          c.placement = placement;
+          c.group.max_sidecar_bytes = c.layer.sidecar_bytes = 24;
+        });
+  for (const int top_k : {1, 33})
+    run_compact([&](Case& c) {
+      c.group.max_tokens = 8;
+      c.group.max_top_k = c.layer.top_k = top_k;
+      c.layer.percent_masked = top_k > 1 ? 10 : 0;
+      c.layer.counts_dtype = EPX_INT64;
+    });
+  for (const auto dtype : {EPX_FLOAT32, EPX_BFLOAT16})
+    run_compact([&](Case& c) {
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 33;
+      c.layer.dtype = c.layer.combine_dtype = dtype;
+      c.layer.dispatch_weights = c.layer.dispatch_bwd_grads = dtype == EPX_FLOAT32;
+    });
+  run_compact([](Case& c) { c.group.precision = EPX_COMBINE_EXACT; });
+  run_compact([](Case& c) { c.layer.routing = RoutingStyle::hot; }); // all other ranks have no rows
+  run_compact([](Case& c) { c.layer.tokens = TokenCount::none; });
+}
+
+TEST_CASE("rank-major: more compact rows than the low-latency path takes") {
+  for (const auto placement : {Placement::plain, Placement::in_place})
+    run_rank_major([&](Case& c) {
+      c.placement = placement;
+      c.arena_bytes = 1 << 20;
+      c.group.max_tokens = 520;
+      c.group.hidden_dim = c.layer.hidden = c.layer.combine_hidden = 24;
+      c.group.num_comm_sms = placement == Placement::plain ? 0 : 2;
+      c.group.max_sidecar_bytes = c.layer.sidecar_bytes = 8;
+      c.layer.tokens = TokenCount::ragged;
+      c.layer.rank_major = RankMajorRows::max_tokens;
+      c.layer.rank_major_compact = true;
+      c.layer.percent_masked = 30;
+    });
+}
+
+TEST_CASE("rank-major: strided and compact plans by turns in one group") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::max_tokens;
+  LayerCase compact = c.layer;
+  compact.rank_major_compact = true;
+  const Workload work = make_workload(c.group, c.layer, 130);
+  const Workload compact_work = make_workload(c.group, compact, 131);
+  on_every_rank([&](const RankContext& context) {
+    GroupRun group(context, c.group);
+    group.add_arena(1 << 18);
+    LayerRun layer(group, c.layer, Placement::random, 132);
+    LayerRun neighbour(group, compact, Placement::random, 133);
+    for (int i = 0; i < 3; ++i) {
+      layer.dispatch_rank_major(work);
+      neighbour.dispatch_rank_major(compact_work);
+      follow(layer, work);
+      follow(neighbour, compact_work);
+    }
+    group.check_status();
+  });
+}
+
+TEST_CASE("rank-major: with compact rows, handle memory of zeros, and of an earlier dispatch") {
+  Case c = base_case();
+  c.layer.rank_major = RankMajorRows::exact;
+  c.layer.rank_major_compact = true;
+  const int lost_rank = c.group.num_ranks / 2;
+  for (const bool is_stale : {false, true}) {
+    const Workload spoiled = make_workload(c.group, c.layer, 140, {lost_rank, is_stale});
+    on_every_rank([&](const RankContext& context) {
+      GroupRun group(context, c.group);
+      group.add_arena(1 << 18);
+      LayerRun layer(group, c.layer, Placement::random, 141);
+      layer.dispatch_rank_major(spoiled);
+      const Bytes earlier = layer.rank_major_handle();
+      if (is_stale) layer.dispatch_rank_major(spoiled);
+      if (group.rank() == lost_rank) layer.use_foreign_rank_major_handle(is_stale ? earlier : Bytes(earlier.size()));
+      if (is_stale ? c.group.num_ranks > 1 : group.rank() == lost_rank) layer.expect_mismatch(!is_stale);
+      follow(layer, spoiled);
+      group.check_status();
+    });
+  }
+}
+
 TEST_CASE("rank-major: handle memory of prepare, of zeros, and of another M") {
   Case c = base_case();
   c.layer.rank_major = RankMajorRows::exact;

@@ -120,6 +120,7 @@ LayerMemory FaultRank::layer(epx_operation operation, const CallFields& terms) {
                     .zone_stride = terms.zone_stride,
                     .num_ranks = num_ranks_,
                     .rows_per_source = terms.rows_per_source,
+                    .row_spacing = terms.row_spacing,
                     .sidecar_bytes = terms.sidecar_bytes};
   layer.topk_idx = memory_[kIntegers]; // zeros: all to expert 0
   layer.counts = is_rank_major ? memory_[kOtherFloats] : memory_[kIntegers] + 1024;

@@ -26,6 +26,7 @@ struct CallFields {
   bool grads = true; // also of the weights
   int64_t zone_stride = 0;
   int rows_per_source = 4; // M of dispatch_rank_major, whose alignment is always 1
+  epx_row_spacing row_spacing = EPX_ROWS_STRIDED;
   // NONE: the calls have no format.
   epx_scaling scaling = EPX_SCALING_NONE;
   epx_dtype elements = EPX_FLOAT8_E4M3;

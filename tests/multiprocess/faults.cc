@@ -234,6 +234,8 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   disagree_on(EPX_OP_DISPATCH, [](CallFields& terms) { terms.sidecar_bytes = 5; }, {"sidecar", "0", "5"});
   for (const epx_operation operation : {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_COMBINE_RANK_MAJOR})
     disagree_on(operation, [](CallFields& terms) { terms.rows_per_source = 0; }, {"M", "4", "0"});
+  disagree_on(EPX_OP_DISPATCH_RANK_MAJOR, [](CallFields& terms) { terms.row_spacing = EPX_ROWS_COMPACT; },
+              {"row_spacing", "EPX_ROWS_STRIDED", "EPX_ROWS_COMPACT"});
   for (const epx_operation operation : {EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_PREPARE_DISPATCH}) {
     disagree_on(operation, [](CallFields& terms) { terms.weights = false; }, {"weights"});
   }

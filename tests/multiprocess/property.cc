@@ -57,7 +57,7 @@ bool can_make_nodes(const std::string& transport) {
 // These events are counted over all cases, and a long run in which one of them never happens fails.
 struct Coverage {
   uint64_t overflow = 0, bad_index = 0, beyond_rows = 0, no_local_expert = 0, many_ranks = 0, several_nodes = 0,
-           by_node = 0, formats = 0, zone_strides = 0;
+           by_node = 0, formats = 0, zone_strides = 0, compact = 0;
 
   void add(Workloads& workloads) {
     const Case& c = workloads.test_case();
@@ -80,17 +80,21 @@ struct Coverage {
     by_node += num_nodes(c.group) > 1 && c.group.precision == EPX_COMBINE_NODE;
     formats += c.layer.format.is_quantised();
     zone_strides += c.layer.zone_stride > 0;
+    compact += c.layer.rank_major != RankMajorRows::absent && c.layer.rank_major_compact;
   }
 
   void report(uint64_t cases, const std::string& transport) const {
     std::printf(
         "of them %lu with overflow, %lu with bad indices, %lu with too few rows, %lu with E < P, %lu on 7 ranks, %lu on "
-        "several nodes, %lu of these with sums by node; %lu with a row format, %lu with zones a stride apart\n",
-        overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node, formats, zone_strides);
+        "several nodes, %lu of these with sums by node; %lu with a row format, %lu with zones a stride apart, %lu with "
+        "compact rank-major rows\n",
+        overflow, bad_index, beyond_rows, no_local_expert, many_ranks, several_nodes, by_node, formats, zone_strides,
+        compact);
     if (cases < 1000) return;
     check((several_nodes > 0 && by_node > 0) == can_make_nodes(transport),
           "the generator no longer makes groups of several nodes");
-    for (const uint64_t met : {formats, zone_strides, overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
+    for (const uint64_t met :
+         {formats, zone_strides, compact, overflow, bad_index, beyond_rows, no_local_expert, many_ranks}) {
       check(met > 0, "the generator no longer makes one of these");
     }
   }

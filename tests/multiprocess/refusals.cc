@@ -246,6 +246,9 @@ void add_dispatch_rank_major(std::vector<Refusal>& refusals, int num_tokens) {
   table.add_tensor("recv_topk_idx", &Calls::recv_row_idx);
   table.add_tensor("counts", &Calls::source_counts);
   table.add_stray_sidecar("recv_topk_idx", &Calls::recv_row_idx);
+  table.add("an unknown row_spacing", [](Calls& c) { c.dispatch_rank_major.row_spacing = static_cast<epx_row_spacing>(2); },
+            {"row_spacing is 2", "EPX_ROWS_STRIDED (0)", "EPX_ROWS_COMPACT (1)"});
+  table.add("reserved0", [](Calls& c) { c.dispatch_rank_major.reserved0 = 7; }, {"reserved0 is 7"});
   add_format_refusals(table, Op::dispatch_rank_major, num_tokens, kRanks * kRowsPerSource,
                       {&Calls::tokens, "tokens", &Calls::recv_rows, "recv_tokens"});
 }

@@ -260,22 +260,27 @@ class Layer(unittest.TestCase):
 
     def test_3_rank_major(self):
         with make_group("rank_major") as group:
-            for max_rows, num_tokens, with_weights, index_dtype in (
-                (None, [32 - 5 * rank for rank in range(RANKS)], True, numpy.int64),
-                (9, [0] + [9] * (RANKS - 1), False, numpy.int32),
-                (2, [7] * RANKS, True, numpy.int32),
-                (0, [3] * RANKS, True, numpy.int64),
+            for max_rows, compact, num_tokens, with_weights, index_dtype in (
+                (None, False, [32 - 5 * rank for rank in range(RANKS)], True, numpy.int64),
+                (9, False, [0] + [9] * (RANKS - 1), False, numpy.int32),
+                (2, False, [7] * RANKS, True, numpy.int32),
+                (0, False, [3] * RANKS, True, numpy.int64),
+                (None, True, [32 - 5 * rank for rank in range(RANKS)], True, numpy.int32),
+                (9, True, [0] + [9] * (RANKS - 1), False, numpy.int64),
+                (2, True, [7] * RANKS, True, numpy.int32),
             ):
                 idx, tokens, weights = make_data(num_tokens, 12)
-                wanted = reference.RankMajorExchange(idx, EXPERTS, 32 if max_rows is None else max_rows)
+                wanted = reference.RankMajorExchange(idx, EXPERTS, 32 if max_rows is None else max_rows, compact)
                 plan, rows, row_weights = group.dispatch_rank_major(
                     tokens[RANK],
                     idx[RANK].astype(index_dtype),
                     weights[RANK] if with_weights else None,
                     max_rows=max_rows,
+                    compact=compact,
                     counts_dtype=index_dtype,
                 )
                 self.assertEqual(plan.counts.dtype, index_dtype)
+                self.assertEqual(plan.num_rows, wanted.counts[RANK].sum())
                 numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
                 numpy.testing.assert_array_equal(plan.topk_idx, wanted.recv_topk_idx[RANK])
                 numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
@@ -310,6 +315,8 @@ class Layer(unittest.TestCase):
                     group.check()
             with self.assertRaisesRegex(epx.InvalidArgumentError, "max_rows is -1"):
                 group.dispatch_rank_major(tokens[RANK], idx[RANK], max_rows=-1)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, "compact is int; this call takes bool"):
+                group.dispatch_rank_major(tokens[RANK], idx[RANK], compact=1)
             with self.assertRaisesRegex(epx.InvalidArgumentError, "expert_out has shape"):
                 group.combine_rank_major(plan, tokens[RANK])
 

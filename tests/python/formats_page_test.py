@@ -25,6 +25,12 @@ def check_zones(names):
     numpy.testing.assert_array_equal(names["plan"].counts, 1)
 
 
+def check_compact(names):
+    """What the snippet about rank-major rows has made, of one rank."""
+    numpy.testing.assert_array_equal(names["used"], TOKENS)
+    assert names["plan"].compact
+
+
 def run_numpy(zones_program, program):
     ranks.require("ml_dtypes")
     import format_model
@@ -39,6 +45,8 @@ def run_numpy(zones_program, program):
         check_zones(names)
         out = group.combine(names["plan"], names["rows"], names["row_weights"])
         numpy.testing.assert_array_equal(out, 2 * TOKENS)
+        exec(compact, names)
+        check_compact(names)
 
         plan = group.prepare(topk_idx)
         codes, scales = format_model.parts_of(epx.RowFormat("block128"), TOKENS)
@@ -135,5 +143,5 @@ with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
 runs = dict(numpy=run_numpy, torch=run_torch, jax=run_jax)
 place = list(runs).index(sys.argv[2])
-zones, formats = programs[: len(runs)], programs[len(runs) :]
+zones, compact, formats = programs[: len(runs)], programs[len(runs)], programs[len(runs) + 1 :]
 runs[sys.argv[2]](zones[place], formats[place])

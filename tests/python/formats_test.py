@@ -99,12 +99,13 @@ class Formats(unittest.TestCase):
 
     def check_rank_major(self, group, row_format, dtype):
         data = Data(dtype, 2)
-        exchange = reference.RankMajorExchange(data.idx, EXPERTS, 16)
         parts = data.parts(row_format)
-        wanted = [exchange.scatter(part)[RANK] for part in parts]
-        wanted = [part.reshape(RANKS * 16, *part.shape[2:]) for part in wanted]
-        for tokens in both_ways(row_format, data, parts):
-            _, received, _ = group.dispatch_rank_major(tokens, data.idx[RANK], data.weights[RANK], format=row_format)
+        for compact, tokens in enumerate(both_ways(row_format, data, parts)):
+            exchange = reference.RankMajorExchange(data.idx, EXPERTS, 16, bool(compact))
+            wanted = [exchange.scatter(part)[RANK] for part in parts]
+            wanted = [part.reshape(RANKS * 16, *part.shape[2:]) for part in wanted]
+            options = dict(format=row_format, compact=bool(compact))
+            _, received, _ = group.dispatch_rank_major(tokens, data.idx[RANK], data.weights[RANK], **options)
             self.assertEqual(received[0].shape[:2], (RANKS, 16))
             if row_format.scale_layout == epx.ScaleLayout.ROWS:
                 self.assertEqual(received[1].shape, (RANKS, 16, row_format.num_scales(HIDDEN)))

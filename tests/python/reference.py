@@ -105,9 +105,9 @@ class Exchange:
 
 class RankMajorExchange:
     """What the rank-major calls do with `max_rows` rows from each rank; data and results are lists by rank, sums are
-    float64."""
+    float64. compact: the rows of the ranks follow each other."""
 
-    def __init__(self, topk_idx, num_experts, max_rows):
+    def __init__(self, topk_idx, num_experts, max_rows, compact=False):
         self.topk_idx = topk_idx
         self.num_ranks = num_ranks = len(topk_idx)
         self.max_rows = max_rows
@@ -115,7 +115,7 @@ class RankMajorExchange:
         top_k = topk_idx[0].shape[1]
         self.counts = numpy.zeros((num_ranks, num_ranks), int)  # [owner, source]
         self.recv_topk_idx = [numpy.full((num_ranks, max_rows, top_k), -1) for _ in range(num_ranks)]
-        self.rows = []  # (owner, source, row, token) of each kept row
+        self.rows = []  # (owner, source, place, token) of each kept row, whose place is that of a row [P, M]
         self.drops = [False] * num_ranks  # whether an owner drops rows
         for owner in range(num_ranks):
             for source, idx in enumerate(topk_idx):
@@ -124,14 +124,16 @@ class RankMajorExchange:
                 kept = sent[:max_rows]
                 self.drops[owner] |= len(kept) < len(sent)
                 self.counts[owner, source] = len(kept)
-                for row, token in enumerate(kept):
-                    self.rows.append((owner, source, row, token))
-                    self.recv_topk_idx[owner][source, row] = numpy.where(mine[token], idx[token] - bounds[owner], -1)
+                first = self.counts[owner, :source].sum() if compact else source * max_rows
+                for row, token in enumerate(kept, first):
+                    place = divmod(int(row), max_rows)
+                    self.rows.append((owner, source, place, token))
+                    self.recv_topk_idx[owner][place] = numpy.where(mine[token], idx[token] - bounds[owner], -1)
 
     def scatter(self, tokens):
         rows = [numpy.zeros((self.num_ranks, self.max_rows) + tokens[0].shape[1:], tokens[0].dtype) for _ in tokens]
-        for owner, source, row, token in self.rows:
-            rows[owner][source, row] = tokens[source][token]
+        for owner, source, place, token in self.rows:
+            rows[owner][place] = tokens[source][token]
         return rows
 
     def scatter_weights(self, weights):
@@ -142,15 +144,15 @@ class RankMajorExchange:
 
     def gather(self, rows):
         sums = [numpy.zeros((len(idx),) + rows[0].shape[2:]) for idx in self.topk_idx]
-        for owner, source, row, token in self.rows:
-            sums[source][token] += rows[owner][source, row]
+        for owner, source, place, token in self.rows:
+            sums[source][token] += rows[owner][place]
         return sums
 
     def partial_sums(self, rows):
         """[P, T, H] float32 of each rank: each owner's row of a token."""
         sums = [numpy.zeros((self.num_ranks, len(idx)) + rows[0].shape[2:], numpy.float32) for idx in self.topk_idx]
-        for owner, source, row, token in self.rows:
-            sums[source][owner, token] = rows[owner][source, row]
+        for owner, source, place, token in self.rows:
+            sums[source][owner, token] = rows[owner][place]
         return sums
 
     def gather_weights(self, weights):

@@ -251,6 +251,7 @@ Case random_case(uint64_t seed) {
   chosen.placement = rng.pick({Placement::plain, Placement::in_place, Placement::random, Placement::random});
   chosen.num_arenas = chosen.placement == Placement::plain ? 0 : static_cast<int>(rng.between(1, 2));
   chosen.arena_bytes = rng.pick({1 << 14, 1 << 16, 1 << 18});
+  chosen.layer.rank_major_compact = rng.chance(50);
   return chosen;
 }
 
@@ -287,6 +288,7 @@ LayerCase random_layer(const GroupCase& group, uint64_t seed) {
   }
   choose_formats(layer, group, rng);
   layer.zone_stride = random_zone_stride(group, layer.alignment, rng);
+  layer.rank_major_compact = rng.chance(50);
   return layer;
 }
 
@@ -329,7 +331,7 @@ std::string describe(const Case& c) {
       "N={} "
       "dtype={}/{}/max:{} index={} counts={} sidecar={}/{} routing={} masked={}% bad={}% precision={} "
       "overflow={} sms={} weights=dispatch:{},combine:{},combine_bwd:{}+grads:{},dispatch_bwd:{} pads={} "
-      "format={} M={} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} sum-format={} "
+      "format={} M={}{} rank-major-format={} combine-bwd-format={} combine-rank-major-bwd-format={} sum-format={} "
       "iterations={} "
       "placement={} arenas={}x{}",
       c.seed, g.num_ranks, num_nodes(g), g.num_experts, g.max_tokens, kTokens[static_cast<int>(l.tokens)], g.hidden_dim,
@@ -339,9 +341,10 @@ std::string describe(const Case& c) {
       kRouting[static_cast<int>(l.routing)], l.percent_masked, l.percent_bad, kPrecision[g.precision],
       g.overflow == EPX_OVERFLOW_ERROR ? "error" : "drop", g.num_comm_sms, l.dispatch_weights, l.combine_weights,
       l.combine_bwd_weights, l.combine_bwd_grads, l.dispatch_bwd_grads, l.pads_untouched ? "untouched" : "zero",
-      describe_format(l.format), kRankMajor[static_cast<int>(l.rank_major)], describe_format(l.rank_major_format),
-      describe_format(l.combine_bwd_format), describe_format(l.combine_rank_major_bwd_format),
-      describe_format(l.sum_format), c.iterations, kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
+      describe_format(l.format), kRankMajor[static_cast<int>(l.rank_major)], l.rank_major_compact ? "/compact" : "",
+      describe_format(l.rank_major_format), describe_format(l.combine_bwd_format),
+      describe_format(l.combine_rank_major_bwd_format), describe_format(l.sum_format), c.iterations,
+      kPlacement[static_cast<int>(c.placement)], c.num_arenas, c.arena_bytes);
 }
 
 } // namespace epx::test

@@ -103,6 +103,7 @@ struct LayerCase {
   FormatCase combine_rank_major_bwd_format;
   FormatCase sum_format; // of the calls that add rows up: none or on_wire, the latter in precision wire
   RankMajorRows rank_major = RankMajorRows::absent;
+  bool rank_major_compact = false; // EPX_ROWS_COMPACT
 
   void clear_formats() { // of all calls
     format = rank_major_format = combine_bwd_format = combine_rank_major_bwd_format = sum_format = {};

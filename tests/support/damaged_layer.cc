@@ -171,6 +171,7 @@ private:
   epx_tensor recv_scales_{};
   int64_t hidden_, num_tokens_, num_rows_;
   int64_t rows_per_source_ = -1; // M of a rank-major layer
+  epx_row_spacing row_spacing_ = EPX_ROWS_STRIDED;
   int64_t zone_stride_ = 0;
   std::array<Place, kNumTensors> places_{};
   std::vector<std::byte> image_; // the expected contents of the memory, except the outputs
@@ -204,6 +205,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
   if (is_rank_major()) num_rows_ = group.shape().num_ranks * rows_per_source_;
   choose_format(same_everywhere);
   zone_stride_ = random_zone_stride(group.shape(), layer_.alignment, same_everywhere);
+  if (same_everywhere.chance(50)) row_spacing_ = EPX_ROWS_COMPACT;
   lay_out();
   fill_in(mine);
 }
@@ -300,7 +302,8 @@ LayerMemory DamagedLayer::tensors() const {
                     .num_local_experts = group_.info().num_local_experts,
                     .zone_stride = zone_stride_,
                     .num_ranks = group_.shape().num_ranks,
-                    .rows_per_source = rows_per_source_};
+                    .rows_per_source = rows_per_source_,
+                    .row_spacing = row_spacing_};
   layer.topk_idx = at(kTopkIdx);
   layer.counts = at(kCounts);
   layer.offsets = at(kOffsets);

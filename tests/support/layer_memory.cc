@@ -89,6 +89,7 @@ DispatchRankMajorArgs LayerMemory::dispatch_rank_major() const {
   args.recv_topk_idx = source_routes(recv_topk_idx, index_dtype);
   args.recv_weights = source_routes(recv_weights, EPX_FLOAT32);
   args.counts = tensor(counts, EPX_INT32, num_ranks);
+  args.row_spacing = row_spacing;
   return args;
 }
 

@@ -26,7 +26,8 @@ struct LayerMemory {
   int64_t zone_stride = 0;           // of prepare
   int64_t num_ranks = 0;             // P, for the rank-major layout only, as the next
   int64_t rows_per_source = 0;       // M
-  int64_t sidecar_bytes = 0;         // of a row; 0: none travels
+  epx_row_spacing row_spacing = EPX_ROWS_STRIDED;
+  int64_t sidecar_bytes = 0; // of a row; 0: none travels
 
   // Of the calls that move rows, whose receive rows have a dtype of their own where it is set; and of those that add rows up.
   const epx_row_format *format = nullptr, *sum_format = nullptr;

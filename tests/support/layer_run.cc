@@ -429,6 +429,7 @@ void LayerRun::dispatch_rank_major(const Workload& work) {
                  group_.shape().num_ranks};
   if (data.format) args.format = tensors.format(*data.format, rank);
 
+  args.row_spacing = layer_.rank_major_compact ? EPX_ROWS_COMPACT : EPX_ROWS_STRIDED;
   group_.view().dispatch_rank_major(args);
   finish(buffers, EPX_OP_DISPATCH_RANK_MAJOR);
   mismatch_ = useless_ = false;

@@ -294,7 +294,7 @@ RankMajorData make_rank_major(const GroupCase& group, const LayerCase& layer,
   const reference::Problem problem{group.num_experts, layer.top_k, 1, recv_capacity(group), group.precision};
   RankMajorData data;
   data.rows_per_source = rank_major_rows(group, layer, routing, problem, rng);
-  data.plan = reference::plan_rank_major(problem, routing, data.rows_per_source);
+  data.plan = reference::plan_rank_major(problem, routing, data.rows_per_source, layer.rank_major_compact);
   const reference::RankMajorPlan seen = lost.rank < 0 ? data.plan : without_rank(data.plan, lost);
   std::vector<int64_t> tokens;
   for (const reference::Routing& rank : routing)

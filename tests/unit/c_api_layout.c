@@ -210,6 +210,9 @@ AT(epx_dispatch_rank_major_args, recv_topk_idx, 72);
 AT(epx_dispatch_rank_major_args, recv_weights, 80);
 AT(epx_dispatch_rank_major_args, counts, 88);
 AT(epx_dispatch_rank_major_args, format, 96);
+AT(epx_dispatch_rank_major_args, row_spacing, 104);
+AT(epx_dispatch_rank_major_args, reserved0, 108);
+SIZE(epx_dispatch_rank_major_args, 112);
 
 AT(epx_combine_rank_major_args, struct_size, 0);
 AT(epx_combine_rank_major_args, layer, 8);

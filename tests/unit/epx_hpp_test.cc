@@ -513,6 +513,36 @@ TEST_CASE("the rank-major calls") {
   });
 }
 
+TEST_CASE("rank-major rows without gaps") {
+  with_group(2, [](epx::Group& group, int rank) {
+    constexpr int64_t kTokens = 3, kRows = 4; // M leaves a gap
+    const std::vector<float> tokens(kTokens * kHidden, 1.0F + static_cast<float>(rank));
+    const std::vector<int32_t> topk_idx = {0, 3, 0, 3, 3, 0}; // each token goes to both ranks
+    const epx::Layer rank_major_layer = {.top_k = kTopK};
+    std::vector<std::byte> handle(group.handle_mem_size(rank_major_layer));
+    std::vector<float> recv_tokens(2 * kRows * kHidden, 9), out(tokens.size());
+    std::vector<int64_t> recv_topk_idx(2 * kRows * kTopK), counts(2);
+    const epx::Shape rows(2, kRows, kHidden), row_routes(2, kRows, kTopK);
+    group.dispatch_rank_major({.layer = rank_major_layer,
+                               .handle_mem = handle,
+                               .tokens = {tokens, {kTokens, kHidden}},
+                               .topk_idx = {topk_idx, {kTokens, kTopK}},
+                               .recv_tokens = {recv_tokens, rows},
+                               .recv_topk_idx = {recv_topk_idx, row_routes},
+                               .counts = counts,
+                               .row_spacing = EPX_ROWS_COMPACT});
+    std::vector<float> expected(kTokens * kHidden, 1.0F);
+    expected.resize(2 * kTokens * kHidden, 2.0F); // rank 1's rows come behind the last of rank 0's
+    expected.resize(recv_tokens.size(), 9.0F);
+    require(recv_tokens == expected, "the rows");
+    group.combine_rank_major({.layer = rank_major_layer,
+                              .handle_mem = handle,
+                              .expert_out = {recv_tokens, rows},
+                              .out = {out, {kTokens, kHidden}}});
+    require(out == std::vector<float>(out.size(), 2.0F + 2.0F * static_cast<float>(rank)), "the sums");
+  });
+}
+
 TEST_CASE("dispatch with a row format, three ways") {
   constexpr int64_t kWide = 64, kTokens = 2, kScales = 2;
   epx::GroupConfig config = small_config();

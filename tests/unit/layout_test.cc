@@ -11,6 +11,7 @@
 #include "base/dtypes.h"
 #include "base/error.h"
 #include "runtime/config.h"
+#include "runtime/layout/handle_limits.h"
 #include "runtime/layout/handle_memory.h"
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
@@ -363,6 +364,24 @@ TEST_CASE("rank-major plans number the rows that sources can have, and tell a ro
     }
 }
 
+TEST_CASE("wherever damaged handle memory has a source begin, its compact rows are rows of the receive tensors") {
+  const epx::GroupShape shape = epx::resolve(small_config(), 5);
+  constexpr int64_t kSlots = 6; // of each source; M is no less
+  const epx::HandleLimits limits(shape, 2, shape.num_ranks * kSlots);
+  CHECK(limits.compact_row({6, 13}, 2, kSlots) == 15);
+  for (const int32_t begin : {-1, INT32_MIN, 24, 25, 30, INT32_MAX})
+    for (const int64_t row : {int64_t{0}, kSlots - 1}) {
+      const int64_t found = limits.compact_row({6, begin}, row, kSlots);
+      CHECK((found >= 0 && found < shape.num_ranks * kSlots));
+    }
+
+  epx_group_config config = small_config();
+  config.max_tokens_per_rank = 1; // as many first slots as ranks, but twice as many words of SourceRows
+  const epx::GroupShape least = epx::resolve(config, 64);
+  const epx::HandleLayout layout = epx::make_handle_layout(least, 1);
+  CHECK(layout.ll_slots - layout.first_slots >= 64 * static_cast<int64_t>(sizeof(epx::SourceRows)));
+}
+
 TEST_CASE("a damaged handle header is detected") {
   epx::HandleHeader header{};
   header.magic = epx::kHandleMagic;
@@ -370,6 +389,7 @@ TEST_CASE("a damaged handle header is detected") {
   header.plan_id = 7;
   header.num_tokens = 5;
   header.top_k = 2;
+  header.is_compact = 1;
   header.alignment = 16;
   header.rows_per_source = epx::kExpertMajor;
   header.checksum = epx::header_checksum(header);

@@ -74,6 +74,36 @@ TEST_CASE("rank-major: rows, experts, drops and gradients by hand") {
   CHECK(floats_of_column(grad_rows[1]) == floats_of_column(recv[1]));
 }
 
+TEST_CASE("rank-major: in a compact plan the rows of the sources follow each other") {
+  const Problem problem{4, 1, 1, 100, EPX_COMBINE_WIRE};
+  // Of rank 0's tokens the first and the last go to rank 1, of rank 1's the second; the others go to rank 0.
+  const std::vector<Routing> routing = {{3, {2, 0, 3}}, {2, {1, 2}}};
+  const RankMajorPlan plan = plan_rank_major(problem, routing, 3, true);
+  const std::vector<Matrix> tokens = {float_column({1, 2, 3}), float_column({4, 5})};
+  const std::vector<std::vector<float>> weights = {{10, 20, 30}, {40, 50}};
+  std::vector<Matrix> recv(2, float_column({9, 9, 9, 9, 9, 9}));
+  std::vector<std::vector<int64_t>> recv_topk_idx(2, std::vector<int64_t>(6, 9)), counts(2, std::vector<int64_t>(2));
+  std::vector<std::vector<float>> recv_weights(2, std::vector<float>(6, 9));
+  dispatch_rank_major(plan, {tokens, {}, weights, recv, {}, recv_topk_idx, recv_weights, counts});
+  CHECK(counts == std::vector<std::vector<int64_t>>{{1, 1}, {2, 1}});
+  CHECK(floats_of_column(recv[0]) == std::vector<float>{2, 4, 9, 9, 9, 9});
+  CHECK(floats_of_column(recv[1]) == std::vector<float>{1, 3, 5, 9, 9, 9});
+  CHECK(recv_topk_idx[1] == std::vector<int64_t>{0, 1, 0, 9, 9, 9});
+  CHECK(recv_weights[1] == std::vector<float>{10, 30, 50, 9, 9, 9});
+
+  std::vector<Matrix> out = {float_column({9, 9, 9}), float_column({9, 9})};
+  combine_rank_major(plan, recv, out);
+  CHECK(floats_of_column(out[0]) == std::vector<float>{1, 2, 3});
+  CHECK(floats_of_column(out[1]) == std::vector<float>{4, 5});
+  std::vector<std::vector<float>> grads = {std::vector<float>(3), std::vector<float>(2)};
+  dispatch_rank_major_bwd(plan, {recv, recv_weights, out, grads});
+  CHECK(grads == weights);
+  std::vector<Matrix> grad_rows(2, float_column({9, 9, 9, 9, 9, 9}));
+  combine_rank_major_bwd(plan, tokens, grad_rows);
+  CHECK(floats_of_column(grad_rows[0]) == floats_of_column(recv[0]));
+  CHECK(floats_of_column(grad_rows[1]) == floats_of_column(recv[1]));
+}
+
 TEST_CASE("rank-major: rows that the caller has summed yield the bits of precision wire") {
   for (const epx_dtype dtype : {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16}) {
     epx::test::Rng rng(static_cast<uint64_t>(dtype));

@@ -250,6 +250,7 @@ public:
     const HandleHeader header = *reinterpret_cast<const HandleHeader*>(call.checked_header);
     plan_id_ = header.plan_id;
     ll_tokens_ = header.ll_tokens;
+    is_compact_ = call.is_rank_major() && header.is_compact != 0;
     // Bitwise & evaluates all terms, so that no load waits behind a branch on the one before it.
     is_usable_ = (header.magic == kHandleMagic) & (header.checksum == header_checksum(header)) &
                  (header.group_id == params.group.context.group_id) & (header.rank == params.group.context.rank) &
@@ -261,13 +262,14 @@ public:
       is_usable_ = from_lane(is_usable_ ? 1 : 0, 0) != 0;
       plan_id_ = from_lane(plan_id_, 0);
       ll_tokens_ = from_lane(ll_tokens_, 0);
+      is_compact_ = from_lane(is_compact_ ? 1 : 0, 0) != 0;
     }
   }
 
   // A movement whose plan is not there yet is not usable: only call(), next_tile() and peer_in_order() may be called.
   struct WithoutPlan {};
   __device__ Movement(const MovementParams& params, const CallSession& session, WithoutPlan)
-      : params_(params), call_(session), is_usable_(false), plan_id_(0), ll_tokens_(0) {}
+      : params_(params), call_(session), is_usable_(false), is_compact_(false), plan_id_(0), ll_tokens_(0) {}
 
   // The kernel calls this before anything else.
   __device__ void post() const {
@@ -370,6 +372,16 @@ public:
     found.token = record.token;
     found.slots.append(slot);
     return found;
+  }
+  // Rank-major: returns whether the receive rows of the sources follow each other. No peer knows where this rank has its rows
+  // then, so that none stores them in place.
+  __device__ bool is_compact() const { return is_compact_; }
+  // Returns the row of the receive tensors that a slot of this rank is.
+  __device__ int64_t row_of_slot(int64_t slot) const {
+    if (!is_compact_) return params_.call.row_of_slot(slot);
+    const auto slots = static_cast<uint32_t>(params_.call.slots_per_source); // a 64-bit division would take long
+    const uint32_t source = static_cast<uint32_t>(slot) / slots;
+    return limits().compact_row(plan().source_rows[source], static_cast<uint32_t>(slot) - source * slots, slots);
   }
   // Rank-major: returns which k of the row in a slot go to this rank.
   __device__ uint64_t mask_of_row(int32_t slot) const {
@@ -484,6 +496,7 @@ private:
   const MovementParams& params_;
   CallSession call_;
   bool is_usable_;
+  bool is_compact_;
   uint64_t plan_id_; // from the handle header, as is the next one
   int32_t ll_tokens_;
 };

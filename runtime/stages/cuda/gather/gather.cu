@@ -28,7 +28,7 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   movement.post();
   if constexpr (!kByList) { // the launches of the other are for more tokens
     if (params.group.context.shape.precision != EPX_COMBINE_EXACT && movement.takes_ll_path()) {
-      ll_gather<T>(params, movement);
+      ll_gather<T, false>(params, movement);
       return;
     }
   }

@@ -107,7 +107,7 @@ private:
         send_routes(home, token, split, slots.has_own(first) ? slots.own(first) : -1, weights);
     if (!is_exact_) {
       SumTerms<T> terms;
-      terms.rows = slots.map([&](int32_t slot) { return rows_.row_of(slot, split); });
+      terms.rows = slots.map([&](int32_t slot) { return rows_.row_at(row_of(slot), split); });
       terms.weights = slots.map([&](int32_t slot) { return rows_.weight_of(slot); });
       terms.address_bits = reinterpret_cast<uint64_t>(params_.rows) | static_cast<uint64_t>(args_.hidden) * sizeof(T);
       sums_.send(pipeline_, terms, rows_.staged_sum(home, token, found.rank_ordinal, sums_.staged(split)), split);
@@ -125,7 +125,7 @@ private:
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
       const int one = lowest_bit(left);
       begin_copy_row_to_destinations(
-          pipeline_, reinterpret_cast<const std::byte*>(rows_.row_of(from_lane(slot, one), split)),
+          pipeline_, reinterpret_cast<const std::byte*>(rows_.row_at(from_lane(slot, one), split)),
           split.size * static_cast<int64_t>(sizeof(T)),
           lane() == one ? reinterpret_cast<std::byte*>(rows_.staged_row(home, route, split)) : nullptr);
     }
@@ -159,7 +159,7 @@ private:
       for (int k = first; k < args_.top_k && k < first + kWarp; ++k) {
         if ((live >> k & 1) == 0) continue;
         const T* const row = (own >> k & 1) != 0
-                                 ? rows_.row_of(routes.slot(k), split)
+                                 ? rows_.row_at(row_of(routes.slot(k)), split)
                                  : rows_.staged_row(call_.rank(), route_index(token, args_.top_k, k), split);
         terms.append(row, from_lane(weight, k % kWarp));
       }
@@ -178,7 +178,7 @@ private:
     for (uint64_t left = own; left != 0; left &= left - 1) {
       const int k = lowest_bit(left);
       own_ordinal = routes.rank_ordinal(k);
-      terms.append(rows_.row_of(routes.slot(k), split), weights[k]);
+      terms.append(rows_.row_at(row_of(routes.slot(k)), split), weights[k]);
     }
     terms.num_inner = terms.size();
     uint64_t rank_ordinals = 0; // a bit for each peer that has live slots; rank ordinals ascend with the rank
@@ -196,6 +196,11 @@ private:
 
   __device__ bool is_rank_major() const {
     return Sums::kTakesRankMajor && args_.is_rank_major();
+  }
+  // Returns the row of the receive tensors that a slot of this rank is.
+  __device__ int64_t row_of(int32_t slot) const {
+    if constexpr (Sums::kTakesRankMajor) return movement_.row_of_slot(slot);
+    return slot;
   }
 
   __device__ void collect_weight_grads(int64_t token, const WarpRoutes& routes, uint64_t live) const {

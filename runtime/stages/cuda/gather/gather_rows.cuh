@@ -40,8 +40,9 @@ public:
     return {index, count, first, min(params_.call.hidden - first, count * split_size_)};
   }
 
-  __device__ const T* row_of(int64_t slot, const RowSplits& split) const {
-    return reinterpret_cast<const T*>(params_.rows) + params_.call.row_of_slot(slot) * params_.call.hidden + split.first;
+  // `row`: of the receive tensors.
+  __device__ const T* row_at(int64_t row, const RowSplits& split) const {
+    return reinterpret_cast<const T*>(params_.rows) + row * params_.call.hidden + split.first;
   }
   __device__ T* out(int64_t token, const RowSplits& split) const {
     return reinterpret_cast<T*>(params_.out) + token * params_.call.hidden + split.first;
@@ -101,7 +102,7 @@ public:
   }
   __device__ void collect_weight_grads(const Movement& movement, int64_t token) const {
     for (int k = lane(); k < params_.call.top_k; k += kWarp)
-      cuda::collect_weight_grad(params_, token, k, movement.kept_route(token, k), [&](float& grad) {
+      cuda::collect_weight_grad<true>(params_, movement, token, k, movement.kept_route(token, k), [&](float& grad) {
         grad = staged_weights(call_.rank())[route_index(token, params_.call.top_k, k)];
         return true;
       });

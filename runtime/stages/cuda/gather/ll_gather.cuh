@@ -18,7 +18,7 @@
 
 namespace epx::cuda {
 
-template <typename T, bool kUnaligned>
+template <typename T, bool kUnaligned, bool kRankMajor>
 class LlGather {
 public:
   __device__ LlGather(const GatherParams& params, Movement& movement)
@@ -59,9 +59,11 @@ private:
   __device__ int bytes_of(uint32_t chunk) const {
     return static_cast<int>(min(row_bytes_ - static_cast<int64_t>(chunk) * kLlChunkBytes, int64_t{kLlChunkBytes}));
   }
-  __device__ LlChunk load_slot(int64_t slot, uint32_t chunk) const {
-    return load_chunk<kUnaligned>(
-        params_.rows + args_.row_of_slot(slot) * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes, bytes_of(chunk));
+  __device__ LlChunk load_slot(int32_t slot, uint32_t chunk) const {
+    int64_t row = slot;
+    if constexpr (kRankMajor) row = movement_.row_of_slot(slot);
+    return load_chunk<kUnaligned>(params_.rows + row * row_bytes_ + static_cast<int64_t>(chunk) * kLlChunkBytes,
+                                  bytes_of(chunk));
   }
   // Sums the rows of `slots`, of which there is at least one, in k order, and rounds once.
   __device__ LlChunk sum_slots(const LlSlots& slots, uint32_t chunk) const {
@@ -86,12 +88,12 @@ private:
     const int32_t first_slot = slots[lowest_bit(slots.live)];
     const SlotRecord record = movement_.plan().slot_records[first_slot]; // this load overlaps those of the rows
     const LlChunk sum = sum_slots(slots, chunk);
-    const int64_t token = args_.is_rank_major() ? record.token : index;
+    const int64_t token = kRankMajor ? record.token : index;
     send_chunk(call_, staging_.chunk(home, token, movement_.rank_ordinal_of(record.rank_ordinal), chunk), bytes_of(chunk),
                sum);
     if (chunk != 0 || params_.weight_grads == nullptr) return;
     const auto send_grad = [&](int k, float grad) { send_weight(staging_.weight(home, token, k), grad, call_.epoch()); };
-    if (args_.is_rank_major())
+    if (kRankMajor)
       for_each_weight_grad(params_, movement_, first_slot, send_grad);
     else
       for (int first = 0; first < args_.top_k; first += kWarp)
@@ -163,9 +165,9 @@ private:
     for (int first = 0; first < args_.top_k; first += kWarp) {
       const int k = first + lane();
       if (k >= args_.top_k || !ok) continue;
-      Route route = args_.is_rank_major() ? movement_.kept_route(token, k) : movement_.route_of(token, k);
-      if (!args_.is_rank_major() && !movement_.is_live(route)) route.slot = -1;
-      ok = collect_weight_grad(params_, token, k, route, [&](float& grad) {
+      Route route = kRankMajor ? movement_.kept_route(token, k) : movement_.route_of(token, k);
+      if (!kRankMajor && !movement_.is_live(route)) route.slot = -1;
+      ok = collect_weight_grad<kRankMajor>(params_, movement_, token, k, route, [&](float& grad) {
         return receive_weight(call_, staging_.weight(call_.rank(), token, k), route.rank, grad);
       });
     }
@@ -183,27 +185,27 @@ private:
   LlWorkPartition partition_;
 };
 
-template <typename T, bool kUnaligned>
+template <typename T, bool kUnaligned, bool kRankMajor>
 __device__ void run_ll_gather(const GatherParams& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
-  const LlGather<T, kUnaligned> gather(params, movement);
+  const LlGather<T, kUnaligned, kRankMajor> gather(params, movement);
   gather.send();
   movement.call().sent_by_warp(kMovementWarps);
   gather.sum();
 }
-template <typename T>
+template <typename T, bool kRankMajor>
 __device__ __noinline__ void run_unaligned_ll_gather(const GatherParams& params, Movement movement) {
-  run_ll_gather<T, true>(params, movement);
+  run_ll_gather<T, true, kRankMajor>(params, movement);
 }
 
 // All warps of the block call this after the call descriptor is posted, in calls that take the low-latency path.
-template <typename T>
+template <typename T, bool kRankMajor>
 __device__ __forceinline__ void ll_gather(const GatherParams& params, Movement& movement) {
   if (is_unaligned(reinterpret_cast<uint64_t>(params.rows) | reinterpret_cast<uint64_t>(params.out),
                    params.call.hidden * static_cast<int64_t>(sizeof(T))))
-    run_unaligned_ll_gather<T>(params, movement);
+    run_unaligned_ll_gather<T, kRankMajor>(params, movement);
   else
-    run_ll_gather<T, false>(params, movement);
+    run_ll_gather<T, false, kRankMajor>(params, movement);
 }
 
 } // namespace epx::cuda

@@ -95,7 +95,7 @@ private:
       to.row = reinterpret_cast<std::byte*>(rows_.staged_sum(home, found.token, found.rank_ordinal, whole));
       to.ready_flag = rows_.ready_flag_at(home, found.token, found.rank_ordinal, whole);
     }
-    sender_.send({params_.rows, row_bytes_, nullptr, 0}, args_.row_of_slot(slot), to);
+    sender_.send({params_.rows, row_bytes_, nullptr, 0}, movement_.row_of_slot(slot), to);
     if (params_.weight_grads != nullptr) rows_.send_weight_grads(movement_, home, found.token, slot);
   }
 
@@ -115,7 +115,7 @@ private:
       const int rank_ordinal = movement_.rank_ordinal_of(routes.rank_ordinal(k));
       rank_ordinals |= uint64_t{1} << rank_ordinal;
       if ((own >> k & 1) == 0) continue;
-      own_row = rows_.row_of(routes.slot(k), part);
+      own_row = rows_.row_at(movement_.row_of_slot(routes.slot(k)), part);
       own_ordinal = rank_ordinal;
     }
     SumTerms<T> terms;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void gather_rows(const GatherParams& params) {
   Movement movement(params);
   movement.post();
   if (movement.takes_ll_path()) {
-    ll_gather<T>(params, movement);
+    ll_gather<T, true>(params, movement);
     return;
   }
   TmaRowPipeline pipeline = pipeline_of_warp();

@@ -72,8 +72,11 @@ public:
                                        const RowOn& row_on) const {
 #pragma unroll 1
     for (int i = 0; i < call_.num_ranks() - 1; ++i)
-      if (const int peer = peer_in_order(call_, token, i); ranks.contains(peer))
-        send_chunk(call_, staged(peer, call_.rank(), row_on(peer), range), range.bytes, chunk);
+      if (const int peer = peer_in_order(call_, token, i); ranks.contains(peer)) send_to(peer, row_on(peer), range, chunk);
+  }
+  // Sends a chunk to one rank, which may be this one.
+  __device__ __forceinline__ void send_to(int rank, int64_t row, const ChunkRange& range, const LlChunk& chunk) const {
+    send_chunk(call_, staged(rank, call_.rank(), row, range), range.bytes, chunk);
   }
   // The same where rows have the numbers of tokens.
   __device__ void send(int64_t token, const ChunkRange& range, const RankMask& ranks, const LlChunk& chunk) const {

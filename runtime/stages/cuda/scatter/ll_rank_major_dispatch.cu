@@ -12,6 +12,9 @@
 //                                                                                              packets
 //   report   one warp stores the counts, the header and what was dropped                       the entry barrier; the counts
 //
+// Compact rows (EPX_ROWS_COMPACT) that stay here go through staging too, as those of a peer: the outputs take them when the counts
+// of the ranks below this one are there.
+//
 // A rank that has stored its counts has begun the call, so that one warp alone passes the entry barrier, where it checks that
 // the ranks agree.
 //
@@ -77,8 +80,15 @@ private:
   PerRoute<RankMajorRoute> routes_{};
 };
 
-template <bool kUnaligned>
-class LlRankMajorDispatch : public RankMajorRowCounts {
+template <bool kUnaligned, bool kCompact>
+class LlRankMajorDispatch : public RankMajorRowCounts<kCompact> {
+  using Counts = RankMajorRowCounts<kCompact>;
+  using Counts::args_, Counts::call_, Counts::group_, Counts::params_, Counts::plan_;
+  using Counts::load_counts, Counts::most_rows, Counts::most_rows_of_peers, Counts::peer_row, Counts::rank_in_order,
+      Counts::recv_row, Counts::report_counts, Counts::report_plan, Counts::rows_of, Counts::slot_of, Counts::store_counts,
+      Counts::store_record, Counts::store_route, Counts::wait_for_counts, Counts::weight_of_route;
+  using typename Counts::PeerRow;
+
   // A tile is a part of a row: each chunk is one, and so are the routes, which come last.
   struct Tile {
     uint32_t row; // a token of this rank, or an index for peer_row()
@@ -92,7 +102,7 @@ class LlRankMajorDispatch : public RankMajorRowCounts {
 
 public:
   __device__ LlRankMajorDispatch(const RankMajorParams& params, CallSession& call)
-      : RankMajorRowCounts(params, call), shared_(*dynamic_shared_memory<LlRankMajorShared>()), rows_(group_, call_, args_),
+      : Counts(params, call), shared_(*dynamic_shared_memory<LlRankMajorShared>()), rows_(group_, call_, args_),
         ll_staging_(group_, call_.parity()),
         partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, params.role_counts.ll_senders) {}
 
@@ -135,21 +145,20 @@ public:
   __device__ void receive() {
     bool has_counts = is_last_block() && is_warp(kReportWarp);
     if (has_counts && !report()) return;
-    uint32_t rows =
-        has_counts ? static_cast<uint32_t>(most_rows_of_peers()) : static_cast<uint32_t>(args_.slots_per_source);
-    const auto peers = static_cast<uint32_t>(call_.num_ranks() - 1);
-    const auto tiles = partition_.to_receive_late(rows * peers * parts_of_row(), tiles_to_send() * peers);
+    uint32_t rows = has_counts ? most_rows_to_receive() : static_cast<uint32_t>(args_.slots_per_source);
+    const auto sources = static_cast<uint32_t>(kCompact ? call_.num_ranks() : call_.num_ranks() - 1);
+    const auto tiles = partition_.to_receive_late(rows * sources * parts_of_row(), tiles_to_send() * sources);
 #pragma unroll 1
     for (uint32_t index = tiles.first; index < tiles.end; index += tiles.step) {
       const Tile tile = tile_at(index);
-      if (tile.row >= rows * peers) return;
+      if (tile.row >= rows * sources) return;
       if (!has_counts) {
         load_counts();
         if (!wait_for_counts()) return;
-        rows = static_cast<uint32_t>(most_rows_of_peers());
+        rows = most_rows_to_receive();
         has_counts = true;
       }
-      const auto [source, row] = peer_row(tile.row);
+      const auto [source, row] = row_to_receive(tile.row);
       if (row >= rows_of(source)) continue;
       ChunkRange range = rows_.range_at(tile.part);
       if (!has_chunk(tile)) range.bytes = 0;
@@ -346,7 +355,17 @@ private:
   __device__ void send_chunk_of(const Tile& tile, const PerRank<int32_t>& rows, RankMask kept, const LlChunk& chunk) const {
     const ChunkRange range = rows_.range_at(tile.part);
     rows_.send(tile.row, range, kept, chunk, [&](int peer) { return rows[peer]; });
-    if (const int rank = call_.rank(); kept.contains(rank)) rows_.store(recv_row(rank, rows[rank]), range, chunk);
+    if (const int rank = call_.rank(); kept.contains(rank)) {
+      if constexpr (kCompact)
+        rows_.send_to(rank, rows[rank], range, chunk);
+      else
+        rows_.store(recv_row(rank, rows[rank]), range, chunk);
+    }
+  }
+
+  // Returns whether what goes to a rank is stored into the outputs by its sender: what stays here, unless it is compact.
+  __device__ bool stores_at_once(int rank) const {
+    return !kCompact && rank == call_.rank();
   }
 
   // Sends each rank that keeps the token the experts that its routes go to there, and stores the routes into the plan.
@@ -374,13 +393,13 @@ private:
         const bool goes_there = ranks.own(first) == rank;
         const RankMajorRoute route{goes_there ? experts.own(first) - first_expert : -1,
                                    goes_there ? weights.own(first) : 0.0f, first_partial_row + rank_ordinal, call_.epoch()};
-        if (rank == call_.rank())
-          store_route(rank, row, k, route.expert, route.weight);
+        if (stores_at_once(rank))
+          store_route(recv_row(rank, row), k, route.expert, route.weight);
         else
           store_packet_relaxed_sys(ll_staging_.routes(rank, call_.rank(), row) + k, route);
         if (goes_there) plan_.routes[first_route + k] = {encode_slot(slot, k == lowest_bit(mask)), rank, rank_ordinal};
       }
-      if (rank == call_.rank() && lane() == 0) store_record(rank, slot, first_partial_row + rank_ordinal, mask);
+      if (stores_at_once(rank) && lane() == 0) store_record(rank, slot, first_partial_row + rank_ordinal, mask);
     });
     for (int first = 0; first < top_k; first += kWarp)
       if (const int rank = ranks.own(first); first + lane() < top_k && (rank < 0 || !kept.contains(rank)))
@@ -389,16 +408,28 @@ private:
 
   // ---- Receiving ----
 
+  // The rows of the peers and, where they are compact, of this rank too, are numbered as by peer_row().
+  __device__ PeerRow row_to_receive(uint32_t index) const {
+    if constexpr (!kCompact) return peer_row(index);
+    const auto ranks = static_cast<uint32_t>(call_.num_ranks());
+    const uint32_t row = index / ranks;
+    return {rank_in_order(row, static_cast<int>(index - row * ranks)), static_cast<int32_t>(row)};
+  }
+  __device__ uint32_t most_rows_to_receive() const {
+    return static_cast<uint32_t>(kCompact ? most_rows() : most_rows_of_peers());
+  }
+
   // These return false, in all lanes, when the group has failed.
   __device__ bool receive_chunk(int source, int32_t row, const ChunkRange& range, IncomingLlChunk& incoming) const {
-    return rows_.receive(incoming, source, row, range,
-                         [&](const LlChunk& chunk) { rows_.store(recv_row(source, row), range, chunk); });
+    const int64_t to = recv_row(source, row);
+    return rows_.receive(incoming, source, row, range, [&](const LlChunk& chunk) { rows_.store(to, range, chunk); });
   }
   __device__ bool receive_routes(int source, int32_t row, IncomingRoutes& incoming) const {
     if (!incoming.wait(call_, source)) return false;
     const PerRoute<RankMajorRoute>& routes = incoming.get();
+    const int64_t to = recv_row(source, row);
     const auto store = [&](int k, const RankMajorRoute& route) {
-      if (k < args_.top_k) store_route(source, row, k, route.expert, route.weight);
+      if (k < args_.top_k) store_route(to, k, route.expert, route.weight);
       return k < args_.top_k && route.expert >= 0 ? 1 : 0;
     };
     uint64_t mask = __ballot_sync(~0u, store(lane(), routes.low));
@@ -414,13 +445,13 @@ private:
   LlWorkPartition partition_;
 };
 
-template <bool kUnaligned>
+template <bool kUnaligned, bool kCompact>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     ll_rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
   CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
-  LlRankMajorDispatch<kUnaligned> dispatch(params, call);
+  LlRankMajorDispatch<kUnaligned, kCompact> dispatch(params, call);
   if (dispatch.send()) dispatch.receive();
   leave(params.group);
 }
@@ -428,12 +459,17 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 } // namespace
 
 std::vector<const void*> ll_rank_major_kernels() {
-  return {reinterpret_cast<const void*>(&ll_rank_major_kernel<false>),
-          reinterpret_cast<const void*>(&ll_rank_major_kernel<true>)};
+  return {reinterpret_cast<const void*>(&ll_rank_major_kernel<false, false>),
+          reinterpret_cast<const void*>(&ll_rank_major_kernel<true, false>),
+          reinterpret_cast<const void*>(&ll_rank_major_kernel<false, true>),
+          reinterpret_cast<const void*>(&ll_rank_major_kernel<true, true>)};
 }
 
 cudaError_t launch_ll_dispatch_rank_major(const RankMajorParams& params, const Grid& grid, cudaStream_t stream) {
-  const auto kernel = has_unaligned_rows(params.args) ? &ll_rank_major_kernel<true> : &ll_rank_major_kernel<false>;
+  const bool is_unaligned = has_unaligned_rows(params.args);
+  auto kernel = is_unaligned ? &ll_rank_major_kernel<true, false> : &ll_rank_major_kernel<false, false>;
+  if (params.args.is_compact)
+    kernel = is_unaligned ? &ll_rank_major_kernel<true, true> : &ll_rank_major_kernel<false, true>;
   return launch_cooperative(kernel, grid, stream, params);
 }
 

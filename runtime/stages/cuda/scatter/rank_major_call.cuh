@@ -46,8 +46,6 @@ protected:
   __device__ int32_t slot_of(int source, int32_t row) const {
     return static_cast<int32_t>(source * args_.slots_per_source) + row;
   }
-  // Returns the row of the receive tensors; unlike MovementCall::row_of_slot without a division.
-  __device__ int64_t recv_row(int source, int32_t row) const { return source * args_.rows_per_source + row; }
   __device__ LlPacket16* board_at(int owner, int source) const {
     return group_.window().at<LlPacket16>(owner, layout_.board.offset + source * kExchangeRecordBytes) + call_.parity();
   }
@@ -80,8 +78,9 @@ protected:
     else
       static_cast<int32_t*>(tensor)[index] = value;
   }
-  __device__ void store_route(int source, int32_t row, int k, int32_t expert, float weight) const {
-    const int64_t index = recv_row(source, row) * args_.top_k + k;
+  // `row`: of the receive tensors.
+  __device__ void store_route(int64_t row, int k, int32_t expert, float weight) const {
+    const int64_t index = row * args_.top_k + k;
     store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
     if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
   }
@@ -113,7 +112,8 @@ protected:
     header.plan_id = call_.sequence();
     header.num_tokens = args_.num_tokens;
     header.rows_in_use = args_.num_slots(group_.context.shape);
-    header.top_k = args_.top_k;
+    header.top_k = static_cast<uint16_t>(args_.top_k);
+    header.is_compact = args_.is_compact ? 1 : 0;
     header.alignment = args_.alignment;
     header.rank = call_.rank();
     header.ll_tokens = all_ll ? ll_tokens : 0;

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // How many rows each rank has for this one in a call of dispatch_rank_major, which every rank stores on the exchange board; and
 // what follows from it for the call as a whole.
+//
+// The kernels exist twice, with kCompact for EPX_ROWS_COMPACT. Where a source's rows lie in the receive tensors of a rank follows
+// from the counts of the sources before it then, so that no row goes there before the rank has them.
 #pragma once
 
 #include "runtime/stages/cuda/scatter/rank_major_call.cuh"
@@ -8,6 +11,7 @@
 namespace epx::cuda {
 
 // Each warp has one.
+template <bool kCompact>
 class RankMajorRowCounts : public RankMajorCall {
 public:
   using RankMajorCall::RankMajorCall;
@@ -28,7 +32,12 @@ public:
   __device__ bool wait_for_counts() {
     bool ok = wait_for_counts_of(lane(), counts_.low);
     if (call_.num_ranks() > kWarp) ok &= wait_for_counts_of(kWarp + lane(), counts_.high);
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
+    if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
+    if constexpr (kCompact) {
+      begins_ = begins_of({kept_of(counts_.low), kept_of(counts_.high)});
+      own_begin_ = static_cast<int32_t>(recv_row(call_.rank(), 0));
+    }
+    return true;
   }
 
   // One warp calls these two, which store what concerns the whole call; the first one needs no counts.
@@ -37,8 +46,8 @@ public:
   }
   __device__ void report_counts() const {
     const PerRank<int32_t> rows{kept_of(counts_.low), kept_of(counts_.high)};
-    store_count(lane(), rows.low);
-    store_count(kWarp + lane(), rows.high);
+    store_count(lane(), {rows.low, begins_.low});
+    store_count(kWarp + lane(), {rows.high, begins_.high});
     int64_t dropped = int64_t{counts_.low.values[0]} + counts_.high.values[0];
 #pragma unroll 1
     for (int distance = 1; distance < kWarp; distance *= 2)
@@ -50,6 +59,21 @@ public:
   }
 
 protected:
+  // Returns the row of the receive tensors; unlike MovementCall::row_of_slot without a division. In a compact call the warp has
+  // waited for the counts, and all its lanes call this, each with a source of its own; -1: any row.
+  __device__ int64_t recv_row(int source, int32_t row) const {
+    if constexpr (kCompact) {
+      const int32_t low = from_lane(begins_.low, source & (kWarp - 1));
+      const int32_t high = from_lane(begins_.high, source & (kWarp - 1));
+      return int64_t{source < kWarp ? low : high} + row;
+    } else {
+      return source * args_.rows_per_source + row;
+    }
+  }
+  // The same of a row of this rank. Each lane may call it by itself.
+  __device__ int64_t own_recv_row(int32_t row) const {
+    return (kCompact ? int64_t{own_begin_} : call_.rank() * args_.rows_per_source) + row;
+  }
   // How many rows of a source this rank keeps. `source` may differ by lane; all lanes call this.
   __device__ int32_t rows_of(int source) const {
     const int32_t low = from_lane(kept_of(counts_.low), source % kWarp);
@@ -57,7 +81,11 @@ protected:
     const int32_t high = from_lane(kept_of(counts_.high), source % kWarp);
     return source < kWarp ? low : high;
   }
-  // The same of the peer that has the most.
+  // The same of the rank that has the most, and of the peer that has the most.
+  __device__ int32_t most_rows() const {
+    return static_cast<int32_t>(
+        __reduce_max_sync(~0u, static_cast<unsigned>(max(kept_of(counts_.low), kept_of(counts_.high)))));
+  }
   __device__ int32_t most_rows_of_peers() const {
     const int32_t low = lane() != call_.rank() ? kept_of(counts_.low) : 0;
     const int32_t high = kWarp + lane() != call_.rank() ? kept_of(counts_.high) : 0;
@@ -72,10 +100,20 @@ private:
   __device__ int32_t kept_of(const LlPacket16& counts) const {
     return max(0, min(static_cast<int32_t>(counts.values[2]), static_cast<int32_t>(args_.slots_per_source)));
   }
-  __device__ void store_count(int source, int32_t rows) const {
+  __device__ void store_count(int source, const SourceRows& rows) const {
     if (source >= call_.num_ranks()) return;
     plan_.source_rows[source] = rows;
-    store_integer(args_.counts, args_.counts_are_64, source, rows);
+    store_integer(args_.counts, args_.counts_are_64, source, rows.kept);
+  }
+  // Returns how many rows the ranks before each one have.
+  __device__ static PerRank<int32_t> begins_of(const PerRank<int32_t>& kept) {
+    PerRank<int32_t> sums = kept;
+#pragma unroll 1
+    for (int distance = 1; distance < kWarp; distance *= 2) {
+      const PerRank<int32_t> left{__shfl_up_sync(~0u, sums.low, distance), __shfl_up_sync(~0u, sums.high, distance)};
+      if (lane() >= distance) sums = {sums.low + left.low, sums.high + left.high};
+    }
+    return {sums.low - kept.low, from_lane(sums.low, kWarp - 1) + sums.high - kept.high};
   }
 
   // EPX_CHECK_HANDLE_MEM sums up the records of all slots, so those without a row need contents. One warp stores them.
@@ -91,6 +129,8 @@ private:
   }
 
   PerRank<LlPacket16> counts_{}; // zeros where there is no such rank
+  PerRank<int32_t> begins_{};    // compact: the row of the receive tensors where the rows of the rank begin; else 0
+  int32_t own_begin_ = 0;        // that of this rank
 };
 
 } // namespace epx::cuda

@@ -25,6 +25,9 @@
 //                     do so when nothing is left to send or to signal
 //   report   one      store the counts, the header and what was dropped           the counts of all ranks
 //
+// Compact rows (EPX_ROWS_COMPACT) always go into staging at a peer. A rank knows where its own rows lie once it has the counts of
+// the ranks below it, for which its senders wait before they begin. No rank's counts wait for anything but its own blocks.
+//
 // A row and its ready flag are ordered as in scatter.cu.
 #include "runtime/stages/cuda/kernels.h"
 
@@ -41,13 +44,13 @@ namespace {
 
 // The work of one block. What it needs of shared memory before the entry barrier lies in that of the TMA row pipelines, which
 // are made behind it.
-template <typename Format>
-class RankMajorDispatch : public RankMajorReceiver<Format> {
-  using Receiver = RankMajorReceiver<Format>;
+template <typename Format, bool kCompact>
+class RankMajorDispatch : public RankMajorReceiver<Format, kCompact> {
+  using Receiver = RankMajorReceiver<Format, kCompact>;
   using Sender = RowSender<Format>;
   using Receiver::args_, Receiver::call_, Receiver::group_, Receiver::params_, Receiver::plan_, Receiver::row_bytes_,
       Receiver::staging_;
-  using Receiver::format, Receiver::is_in_place, Receiver::rank_in_order, Receiver::recv_row, Receiver::recv_row_at,
+  using Receiver::format, Receiver::is_in_place, Receiver::own_recv_row, Receiver::rank_in_order, Receiver::recv_row_at,
       Receiver::row_of, Receiver::store_counts, Receiver::store_record, Receiver::store_route, Receiver::weight_of_route;
 
   struct Range {
@@ -100,13 +103,14 @@ public:
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
   // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
-  __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition) const {
+  // `has_begun`: false when the group has failed.
+  __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition, bool has_begun) const {
     Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()), format());
     const bool shares = shares_tokens();
     const int64_t end = shares ? args_.num_tokens : tokens_.end;
     int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
 #pragma unroll 1
-    while (token < end) {
+    while (token < end && has_begun) {
       if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
       send_token(pipeline, sender, static_cast<uint32_t>(token));
       if (shares)
@@ -192,7 +196,7 @@ private:
         if (k >= args_.top_k) continue;
         const float weight = goes_there ? weight_of_route(index) : 0.0f;
         if (rank == call_.rank()) {
-          store_route(rank, row_of(rank, slot), k, expert, weight);
+          store_route(own_recv_row(row_of(rank, slot)), k, expert, weight);
         } else {
           staging_.routes(rank, slot, args_.top_k)[k] = {expert, weight, partial_row, call_.epoch()};
         }
@@ -227,7 +231,7 @@ private:
     if (slot >= 0) {
       const bool is_own = rank == call_.rank();
       const int32_t number = row_of(call_.rank(), slot);
-      const int64_t row = recv_row(call_.rank(), number);
+      const int64_t row = own_recv_row(number); // here, and at peers that take rows in place
       if (is_own)
         to = {recv_row_at(row), args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
       else
@@ -248,10 +252,10 @@ private:
   Range tokens_; // the block's part
 };
 
-template <typename Format>
+template <typename Format, bool kCompact>
 __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& params) {
   CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
-  RankMajorDispatch<Format> dispatch(params, call);
+  RankMajorDispatch<Format, kCompact> dispatch(params, call);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.begin()) return;
   dispatch.assign_rows();
@@ -268,7 +272,14 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (!call.enter_begun(params.descriptor)) return;
 
   TmaRowPipeline pipeline = pipeline_of_warp();
-  if (warp.role == WarpRole::send) dispatch.send(pipeline, warp);
+  if (warp.role == WarpRole::send) {
+    bool has_begun = true;
+    if constexpr (kCompact) {
+      dispatch.load_counts();
+      has_begun = dispatch.wait_for_counts();
+    }
+    dispatch.send(pipeline, warp, has_begun);
+  }
   if (warp.role == WarpRole::signal) {
     dispatch.signal_warp().run(call);
     if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));
@@ -286,11 +297,11 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   if (warp.role == WarpRole::receive) dispatch.receive(pipeline, warp);
 }
 
-template <typename Format>
+template <typename Format, bool kCompact>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
-  dispatch_rank_major<Format>(params);
+  dispatch_rank_major<Format, kCompact>(params);
   leave(params.group);
 }
 
@@ -298,8 +309,10 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 
 std::vector<const void*> rank_major_kernels() {
   std::vector<const void*> kernels = ll_rank_major_kernels();
-  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<PlainRows>));
-  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<QuantisedRows>));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<PlainRows, false>));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<QuantisedRows, false>));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<PlainRows, true>));
+  kernels.push_back(reinterpret_cast<const void*>(&rank_major_kernel<QuantisedRows, true>));
   return kernels;
 }
 
@@ -307,13 +320,18 @@ cudaError_t launch_dispatch_rank_major(const Launcher& launcher, const DispatchR
   const GroupShape& shape = launcher.group.context.shape;
   const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
                                                               ReceiverWork::routes, launcher.stream);
-  const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.recv_tokens));
+  // Peers do not know where a rank's compact rows lie.
+  const CallDescriptor descriptor =
+      describe(call, call.is_compact ? kNotRegistered : launcher.place_of(call, call.recv_tokens));
   const RankMajorParams params{make_movement_params(launcher.group, role_counts, call, descriptor), call,
                                ExpertRanks(ExpertBlocks{shape.num_experts, shape.num_ranks})};
   if (takes_ll_path(launcher.group, call)) return launch_ll_dispatch_rank_major(params, grid, launcher.stream);
   if (call.format.is_quantised())
-    return launch_cooperative(&rank_major_kernel<QuantisedRows>, grid, launcher.stream, params);
-  return launch_cooperative(&rank_major_kernel<PlainRows>, grid, launcher.stream, params);
+    return launch_cooperative(call.is_compact ? &rank_major_kernel<QuantisedRows, true>
+                                              : &rank_major_kernel<QuantisedRows, false>,
+                              grid, launcher.stream, params);
+  return launch_cooperative(call.is_compact ? &rank_major_kernel<PlainRows, true> : &rank_major_kernel<PlainRows, false>,
+                            grid, launcher.stream, params);
 }
 
 } // namespace epx::cuda

@@ -10,10 +10,18 @@
 namespace epx::cuda {
 
 // Behind the entry barrier; each warp has one.
-template <typename Format>
-class RankMajorReceiver : public RankMajorRowCounts {
+template <typename Format, bool kCompact>
+class RankMajorReceiver : public RankMajorRowCounts<kCompact> {
+  using Counts = RankMajorRowCounts<kCompact>;
+
+protected:
+  using Counts::args_, Counts::call_, Counts::group_, Counts::row_bytes_, Counts::staging_;
+  using Counts::most_rows_of_peers, Counts::peer_row, Counts::recv_row, Counts::rows_of, Counts::slot_of,
+      Counts::store_record, Counts::store_route;
+  using typename Counts::PeerRow;
+
 public:
-  using RankMajorRowCounts::RankMajorRowCounts;
+  using Counts::Counts;
 
   // Stores the peers' rows into the outputs, and their records into the plan.
   __device__ void receive(TmaRowPipeline& pipeline, const WarpAssignment& warp) const {
@@ -118,6 +126,7 @@ private:
     const int lanes = lanes_per_row();
     const int first_lane = lane() / lanes * lanes;
     const bool has_row = own.source >= 0;
+    const int64_t to = recv_row(own.source, own.row);
     const int32_t slot = has_row ? slot_of(own.source, own.row) : 0;
     const RankMajorRoute* const routes = staging_.routes(call_.rank(), slot, args_.top_k);
     uint64_t mask = 0;
@@ -128,7 +137,7 @@ private:
       RankMajorRoute route{-1, 0.0f, 0, 0};
       if (has_row && k < args_.top_k) {
         route = routes[k];
-        store_route(own.source, own.row, k, route.expert, route.weight);
+        store_route(to, k, route.expert, route.weight);
       }
       const unsigned here = __ballot_sync(~0u, route.expert >= 0 ? 1 : 0) >> first_lane;
       mask |= static_cast<uint64_t>(lanes < kWarp ? here & ((1u << lanes) - 1) : here) << first;

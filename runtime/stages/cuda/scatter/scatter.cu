@@ -39,7 +39,8 @@
 namespace epx::cuda {
 namespace {
 
-// Weights' gradients have kernels of their own, since a kernel with both loops would spill the registers of either.
+// Weights' gradients, which rank-major calls do not have, have kernels of their own, since a kernel with both loops would spill
+// the registers of either.
 template <typename T, bool kHasProducts>
 struct CombineBwd {
   using Format = PlainRows;
@@ -56,15 +57,15 @@ struct CombineBwd {
   __device__ int64_t wire_row_bytes() const { return row_bytes; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   static constexpr bool clears_pads() { return true; }
-  static constexpr bool kMixesPaths = false;
+  static constexpr bool kMixesPaths = false, kTakesRankMajor = !kHasProducts;
   static constexpr bool kStagesOwnRows = false;
-  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, int64_t index, float) const {
     const auto* const row = reinterpret_cast<const T*>(source_row.row);
     if constexpr (kHasProducts) {
       store_with_products(pipeline, row, slot);
     } else {
       const bool is_slot = slot >= 0;
-      std::byte* const to = is_slot ? call.grad_expert_out + call.row_of_slot(slot) * row_bytes : nullptr;
+      std::byte* const to = is_slot ? call.grad_expert_out + index * row_bytes : nullptr;
       const float factor = is_slot && call.recv_weights != nullptr ? call.recv_weights[slot] : 1.0f;
       if (call.recv_weights != nullptr)
         scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
@@ -73,7 +74,7 @@ struct CombineBwd {
                                        slot != source_row.slot_in_place ? to : nullptr);
     }
   }
-  __device__ void clear_beside_rows(int32_t slot) const {
+  __device__ void clear_beside_rows(int32_t slot, int64_t /*row*/) const {
     if (kHasProducts && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
   }
 
@@ -91,7 +92,7 @@ private:
       const int count = min(at_a_time, slots - first);
       const int32_t own = from_lane(slot, min(first + lane(), kWarp - 1)); // lane i has the slot `first` + i
       const bool has_own = lane() < count;
-      T* const to = has_own ? reinterpret_cast<T*>(call.grad_expert_out + call.row_of_slot(own) * row_bytes) : nullptr;
+      T* const to = has_own ? reinterpret_cast<T*>(call.grad_expert_out + own * row_bytes) : nullptr;
       const T* const x = has_own ? reinterpret_cast<const T*>(call.expert_out + own * row_bytes) : nullptr;
       const float weight = has_own && is_weighted ? call.recv_weights[own] : 1.0f;
       float product;
@@ -122,11 +123,11 @@ struct QuantisedCombineBwd {
   __device__ int64_t wire_row_bytes() const { return WireRow(call.format, call.hidden).bytes; }
   __device__ std::byte* rows() const { return call.grad_expert_out; }
   static constexpr bool clears_pads() { return true; }
-  static constexpr bool kMixesPaths = false;
+  static constexpr bool kMixesPaths = false, kTakesRankMajor = true;
   static constexpr bool kStagesOwnRows = true;
-  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float) const {
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, int64_t index, float) const {
     const bool is_slot = slot >= 0;
-    const int64_t index = is_slot ? call.row_of_slot(slot) : -1;
+    if (!is_slot) index = -1;
     std::byte* const to = is_slot ? call.grad_expert_out + index * recv_row_bytes() : nullptr;
     if (call.recv_weights != nullptr)
       format().begin_receive_weighted(pipeline, source_row.row, index, to, is_slot ? call.recv_weights[slot] : 1.0f);
@@ -140,9 +141,9 @@ struct QuantisedCombineBwd {
       if (lane() == 0) call.grad_recv_weights[one] = product;
     }
   }
-  __device__ void clear_beside_rows(int32_t slot) const {
+  __device__ void clear_beside_rows(int32_t slot, int64_t row) const {
     if (call.grad_recv_weights != nullptr && slot >= 0) call.grad_recv_weights[slot] = 0.0f;
-    format().clear_scales(slot >= 0 ? call.row_of_slot(slot) : -1);
+    format().clear_scales(slot >= 0 ? row : -1);
   }
 };
 

@@ -14,7 +14,8 @@
 namespace epx::cuda {
 
 // An operation says what a scatter sends, and how a receive warp stores it. In store() one warp stores one token: each lane
-// passes a slot of this rank, or -1, and the slot's weight.
+// passes a slot of this rank, or -1, the row of the receive tensors that the slot is, and the slot's weight. Both are the same
+// but in the rank-major layout (kTakesRankMajor), where slots have no weights.
 
 // Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
@@ -46,7 +47,8 @@ struct Dispatch {
   constexpr int64_t sidecar_bytes() const { return call.sidecar_bytes; }
   __device__ std::byte* rows() const { return call.recv_tokens; }
   constexpr bool clears_pads() const { return call.clears_pads; }
-  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, float weight) const {
+  __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, int64_t /*row*/,
+                        float weight) const {
     const bool is_slot = slot >= 0;
     std::byte* const to =
         is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * recv_row_bytes() : nullptr;
@@ -59,10 +61,10 @@ struct Dispatch {
                                is_slot ? call.recv_sidecar + slot * call.sidecar_bytes : nullptr);
     if (call.recv_weights != nullptr && is_slot) call.recv_weights[slot] = weight;
   }
-  static constexpr bool kMixesPaths = false;
+  static constexpr bool kMixesPaths = false, kTakesRankMajor = false;
   static constexpr bool kStagesOwnRows = false; // whether this rank reads its own rows from staging, too, as its peers do
-  // Zeros what the slots that the lanes pass have beside their rows: weights, sidecars, scales; -1: none.
-  __device__ void clear_beside_rows(int32_t slot) const {
+  // Zeros what the slots that the lanes pass, and their rows, have beside the rows: weights, sidecars, scales; -1: none.
+  __device__ void clear_beside_rows(int32_t slot, int64_t /*row*/) const {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
     format().clear_scales(slot);
     if (call.sidecar_bytes == 0) return;
@@ -108,7 +110,7 @@ __device__ inline void clear_pads(const Operation& operation, const HandleReader
     else
       for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1)
         zero_row(rows + from_lane(slot, lowest_bit(left)) * row_bytes, row_bytes);
-    operation.clear_beside_rows(slot);
+    operation.clear_beside_rows(slot, slot);
   }
 }
 
@@ -250,8 +252,15 @@ private:
   // Returns whether a source stores its rows into the receive rows of a receiver. The source reads its own descriptor as its
   // peers do.
   __device__ bool is_in_place(int source, int receiver) const {
+    if constexpr (Operation::kTakesRankMajor)
+      if (movement_.is_compact()) return false;
     return Operation::Format::kIsReceiveFormat && has_registered_rows(call_, receiver) &&
            !call_.descriptors().stages_rows[source];
+  }
+  // Returns the row of the receive tensors that a slot of this rank is.
+  __device__ int64_t row_of_slot(int32_t slot) const {
+    if constexpr (Operation::kTakesRankMajor) return movement_.row_of_slot(slot);
+    return slot;
   }
 
   __device__ void send_token(int64_t token) {
@@ -313,8 +322,9 @@ private:
     if (!movement_.sends_rows(source)) {
       for (int i = 0; i < slots.size(); ++i) {
         const int32_t slot = slots[i];
-        zero_row(operation_.rows() + operation_.call.row_of_slot(slot) * row_bytes, row_bytes);
-        operation_.clear_beside_rows(lane() == 0 ? slot : -1);
+        const int64_t row = row_of_slot(slot);
+        zero_row(operation_.rows() + row * row_bytes, row_bytes);
+        operation_.clear_beside_rows(lane() == 0 ? slot : -1, row);
       }
       return true;
     }
@@ -356,7 +366,7 @@ private:
         if (source != rank) staged = staged_weight(rank, source, token, slot, k);
         weight = staged != nullptr ? *staged : operation_.input_weights()[route_index(token, operation_.call.top_k, k)];
       }
-      operation_.store(pipeline_, source_row, slot, weight);
+      operation_.store(pipeline_, source_row, slot, row_of_slot(max(slot, 0)), weight);
       if (call_.scribbles_staging() && staged != nullptr) *staged = NAN;
     }
     if (call_.scribbles_staging() && source != rank) {

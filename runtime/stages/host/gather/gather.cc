@@ -53,7 +53,7 @@ void send_partials_home(const Movement& movement, const GatherTensors& tensors, 
     for (SlotChain chain(movement.limits, plan.slot_records, static_cast<int32_t>(first_slot)); chain.has_slot();
          chain.advance())
       if (const int64_t slot = chain.slot(); slot < call.recv_rows)
-        partial.add(tensors.rows + call.row_of_slot(slot) * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
+        partial.add(tensors.rows + movement.row_of_slot(slot) * bytes, weighted ? tensors.row_weights[slot] : 1.0f);
     if (partial.num_rows > 0) sums.submit_next();
   }
   sums.finish();
@@ -186,8 +186,8 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
   const bool is_quantised = call.format.is_quantised();
   const bool weighted = tensors.row_weights != nullptr;
   const bool exact = group.context.shape.precision == EPX_COMBINE_EXACT;
-  const bool is_in_place =
-      !is_quantised && !group.context.shape.sums_by_node() && all_rows_are_registered(group, tensors); // on all ranks alike
+  const bool is_in_place = !is_quantised && !group.context.shape.sums_by_node() && !movement.is_compact() &&
+                           all_rows_are_registered(group, tensors); // on all ranks alike
   if (movement.takes_part) {
     if (is_in_place)
       sum_in_place(movement, tensors);

@@ -245,7 +245,7 @@ void PrepareSteps::deliver() {
   header.plan_id = group_.protocol.sequence();
   header.num_tokens = call_.num_tokens;
   header.rows_in_use = plan_.header->rows_in_use;
-  header.top_k = call_.top_k;
+  header.top_k = static_cast<uint16_t>(call_.top_k);
   header.alignment = call_.alignment;
   header.rank = group_.window.rank;
   header.rows_per_source = kExpertMajor;

@@ -38,7 +38,7 @@ public:
     for (int rank = 0; rank < shape_.num_ranks; ++rank)
       *counts_at(rank, window_.rank) = rows_to_[static_cast<size_t>(rank)];
     group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
-    find_rows(group_, call_);
+    find_rows(group_, call_, call_.is_compact);
     read_counts();
     RowSender<Format> sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes}, Format(call_));
     for (int64_t token = 0; token < call_.num_tokens; ++token)
@@ -106,6 +106,7 @@ private:
   void read_counts() {
     int64_t dropped = 0;
     int64_t most_rows = 0;
+    int64_t all_kept = 0;
     for (int source = 0; source < shape_.num_ranks; ++source) {
       const RankMajorCounts counts = *counts_at(window_.rank, source);
       const int64_t most_dropped = (counts.rows - call_.rows_per_source) * call_.top_k;
@@ -114,7 +115,8 @@ private:
         group_.protocol.fail_as_damaged(fmt::format("rank {} seems to have {} tokens for this rank, and {} dropped routes",
                                                     source, counts.rows, counts.dropped_routes));
       const int64_t kept = std::min(counts.rows, call_.rows_per_source);
-      plan_.source_rows[source] = static_cast<int32_t>(kept);
+      plan_.source_rows[source] = {static_cast<int32_t>(kept), call_.is_compact ? static_cast<int32_t>(all_kept) : 0};
+      all_kept += kept;
       if (call_.counts_are_64)
         static_cast<int64_t*>(call_.counts)[source] = kept;
       else
@@ -147,18 +149,21 @@ private:
 
   void receive_rows(int source) {
     const int64_t first_slot = source * call_.slots_per_source;
-    const int64_t rows = plan_.source_rows[source];
+    const auto [rows, begin] = plan_.source_rows[source];
+    const int64_t first_row = call_.is_compact ? begin : source * call_.rows_per_source;
     const RowReceiver<Format> staged(group_, call_);
     const ReceivedRows<Format> received(call_);
     for (int64_t slot = first_slot; slot < first_slot + rows; ++slot) {
-      receive_routes(source, slot);
-      received.store(slot, staged.row(slot, slot), staged.sidecar(slot));
+      const int64_t row = first_row + slot - first_slot;
+      receive_routes(source, slot, row);
+      received.store(row, staged.row(slot, slot), staged.sidecar(slot));
     }
     for (int64_t slot = first_slot + rows; slot < first_slot + call_.slots_per_source; ++slot)
       write_record(slot, kPadRecord, 0);
   }
 
-  void receive_routes(int source, int64_t slot) {
+  // `row`: of the receive tensors.
+  void receive_routes(int source, int64_t slot, int64_t row) {
     const RankMajorRoute* const routes = staging_.routes(window_.rank, slot, call_.top_k);
     uint64_t mask = 0;
     for (int k = 0; k < call_.top_k; ++k) {
@@ -167,7 +172,7 @@ private:
         group_.protocol.fail_as_damaged(fmt::format("route {} of row {} from rank {} seems to go to local expert {}", k,
                                                     slot - source * call_.slots_per_source, source, expert));
       if (expert >= 0) mask |= uint64_t{1} << k;
-      const int64_t index = call_.row_of_slot(slot) * call_.top_k + k;
+      const int64_t index = row * call_.top_k + k;
       if (call_.recv_topk_idx_is_64)
         static_cast<int64_t*>(call_.recv_topk_idx)[index] = expert;
       else
@@ -201,7 +206,8 @@ private:
     header.plan_id = group_.protocol.sequence();
     header.num_tokens = call_.num_tokens;
     header.rows_in_use = call_.num_slots(shape_);
-    header.top_k = call_.top_k;
+    header.top_k = static_cast<uint16_t>(call_.top_k);
+    header.is_compact = call_.is_compact ? 1 : 0;
     header.alignment = call_.alignment;
     header.rank = window_.rank;
     header.rows_per_source = call_.rows_per_source;
@@ -241,7 +247,7 @@ void send_rank_major_weights_home(const Movement& movement, const float* weights
       const uint64_t mask = call.top_k > 1 ? masks[slot].low | uint64_t{masks[slot].high} << 32 : 1;
       float* const home = staging.weights(source) + route_index(record.token, call.top_k, 0);
       for (int k = 0; k < call.top_k; ++k)
-        if ((mask >> k & 1) != 0) home[k] = weights[call.row_of_slot(slot) * call.top_k + k];
+        if ((mask >> k & 1) != 0) home[k] = weights[movement.row_of_slot(slot) * call.top_k + k];
     }
   }
 }

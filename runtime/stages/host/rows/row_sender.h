@@ -94,14 +94,12 @@ public:
   explicit ReceivedRows(const DispatchCall& call)
       : call_(call), format_(call), bytes_(epx::row_bytes(call.recv_dtype, call.hidden)) {}
 
-  // Stores what has travelled for a slot, and its sidecar.
-  void store(int64_t slot, const std::byte* wire, const std::byte* sidecar) const {
-    const int64_t index = call_.row_of_slot(slot);
+  // Stores what has travelled for the row of a slot, and its sidecar.
+  void store(int64_t index, const std::byte* wire, const std::byte* sidecar) const {
     format_.store(call_.recv_tokens + index * bytes_, index, wire, nullptr);
     if (call_.sidecar_bytes > 0) std::memcpy(sidecar_at(index), sidecar, static_cast<size_t>(call_.sidecar_bytes));
   }
-  void clear(int64_t slot) const {
-    const int64_t index = call_.row_of_slot(slot);
+  void clear(int64_t index) const {
     format_.clear(call_.recv_tokens + index * bytes_, index);
     if (call_.sidecar_bytes > 0) std::memset(sidecar_at(index), 0, static_cast<size_t>(call_.sidecar_bytes));
   }

@@ -24,6 +24,7 @@ struct ScatterInput {
 // A ReceivedRow is a row that has reached its slot's rank.
 struct ReceivedRow {
   int64_t slot;
+  int64_t index;        // of the row in the receive tensors
   const std::byte* row; // the slot itself where the sender wrote in place
   const std::byte* sidecar;
   float weight; // meaningful when weights travel
@@ -62,8 +63,8 @@ void send_rows(const Movement& movement, const ScatterInput& input, Format forma
     send_token(movement, sender, input.weights, token);
 }
 
-// Passes each kept slot below N to receiver.store(), or to receiver.zero() where the slot's source rank is not active; and each
-// pad below N to receiver.zero() where receiver.clears_pads().
+// Passes each kept slot below N to receiver.store(), or to receiver.zero() with its row where the slot's source rank is not
+// active; and each pad below N to receiver.zero() where receiver.clears_pads().
 template <typename Receiver>
 void receive_rows(const Movement& movement, Receiver receiver) {
   const MovementCall& call = movement.call;
@@ -85,14 +86,15 @@ void receive_rows(const Movement& movement, Receiver receiver) {
         const int64_t slot = chain.slot();
         if (slot >= call.recv_rows) continue;
         if (!movement.is_active(record.source)) {
-          receiver.zero(slot);
+          receiver.zero(slot, movement.row_of_slot(slot));
           continue;
         }
-        receiver.store(ReceivedRow{slot, rows.row(slot, staging_row), rows.sidecar(staging_row), weights[slot]});
+        receiver.store(ReceivedRow{slot, movement.row_of_slot(slot), rows.row(slot, staging_row), rows.sidecar(staging_row),
+                                   weights[slot]});
       }
     }
     for (int64_t pad = zone.end_of_rows; receiver.clears_pads() && pad < zone.end && pad < call.recv_rows; ++pad)
-      receiver.zero(pad);
+      receiver.zero(pad, pad);
   }
 }
 
@@ -117,12 +119,12 @@ struct DispatchReceiver {
   bool clears_pads() const { return call.clears_pads; }
 
   void store(const ReceivedRow& received) const {
-    rows.store(received.slot, received.row, received.sidecar);
+    rows.store(received.index, received.row, received.sidecar);
     if (call.recv_weights != nullptr) call.recv_weights[received.slot] = received.weight;
   }
 
-  void zero(int64_t slot) const {
-    rows.clear(slot);
+  void zero(int64_t slot, int64_t index) const {
+    rows.clear(index);
     if (call.recv_weights != nullptr) call.recv_weights[slot] = 0.0f;
   }
 };
@@ -141,15 +143,14 @@ struct CombineBwdReceiver {
   static constexpr bool clears_pads() { return true; }
 
   void store(const ReceivedRow& received) {
-    const int64_t slot = received.slot, index = call.row_of_slot(slot);
+    const int64_t slot = received.slot, index = received.index;
     if (call.grad_recv_weights != nullptr) // the dot product needs the row before it is scaled in place
       call.grad_recv_weights[slot] = format.dot(received.row, call.expert_dtype, call.expert_out + slot * expert_bytes);
     format.store(call.grad_expert_out + index * grad_bytes, index, received.row,
                  call.recv_weights != nullptr ? call.recv_weights + slot : nullptr);
   }
 
-  void zero(int64_t slot) const {
-    const int64_t index = call.row_of_slot(slot);
+  void zero(int64_t slot, int64_t index) const {
     format.clear(call.grad_expert_out + index * grad_bytes, index);
     if (call.grad_recv_weights != nullptr) call.grad_recv_weights[slot] = 0.0f;
   }
