@@ -116,14 +116,15 @@ class Inputs(unittest.TestCase):
 
     def test_rank_major(self):
         """Rows beyond M are dropped, and all others are those of the oracle."""
-        run = self.run_it("--json", self.json, "--verify", "--layout", "rank-major", "--max-rows", 5)
-        self.assertEqual(run.returncode, SUCCESS, run)
-        result = self.point()
-        self.assertEqual((result["config"]["layout"], result["config"]["max_rows"]), ("rank-major", 5))
-        self.assertEqual({name: line["wrong"] for name, line in result["operations"].items()},
-                         {"dispatch": 0, "combine": 0, "combine_bwd": 0, "dispatch_bwd": 0})
-        self.assertEqual(result["dropped_routes"], 3 * 4)
-        self.assertGreater(result["events"]["too_few_rows"], 0)
+        for layout in "rank-major", "rank-major-compact":
+            run = self.run_it("--json", self.json, "--verify", "--layout", layout, "--max-rows", 5)
+            self.assertEqual(run.returncode, SUCCESS, run)
+            result = self.point()
+            self.assertEqual((result["config"]["layout"], result["config"]["max_rows"]), (layout, 5))
+            self.assertEqual({name: line["wrong"] for name, line in result["operations"].items()},
+                             {"dispatch": 0, "combine": 0, "combine_bwd": 0, "dispatch_bwd": 0})
+            self.assertEqual(result["dropped_routes"], 3 * 4)
+            self.assertGreater(result["events"]["too_few_rows"], 0)
 
     def test_row_formats(self):
         """Rows and scales are those of the oracle, in each way through dispatch and each layout of scales."""
@@ -133,7 +134,7 @@ class Inputs(unittest.TestCase):
                 (["--row-format", "fp8-mx", "--scale-layout", "packed", "--layout", "rank-major"], (400, mx, mx)),
                 (["--row-format", "fp8-e5m2-mx", "--scale-layout", "tiles", "--alignment", 128], (400, mx, mx)),
                 (["--row-format", "fp4-nv", "--quantised-input"], (nv, nv, nv)),
-                (["--wire-format", "fp4-nv", "--layout", "rank-major"], (400, nv, 400)),
+                (["--wire-format", "fp4-nv", "--layout", "rank-major-compact"], (400, nv, 400)),
                 (["--wire-format", "fp8-block128-pow2"], (400, 202, 400))):
             run = self.run_it("--json", self.json, "--verify", "--hidden", 200, *options)
             self.assertEqual(run.returncode, SUCCESS, run)

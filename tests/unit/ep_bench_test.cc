@@ -78,6 +78,8 @@ TEST_CASE("ep_bench options: defaults and borders") {
   CHECK_FALSE(options_of({}).is_rank_major());
   CHECK(options_of({"--layout", "rank-major", "--tokens", "7"}).rows_per_source() == 7);
   CHECK(options_of({"--layout", "rank-major", "--tokens", "0"}).rows_per_source() == 1);
+  CHECK(options_of({"--layout", "rank-major-compact", "--tokens", "7"}).rows_per_source() == 7);
+  CHECK(options_of({"--layout", "rank-major-compact"}).is_rank_major());
   CHECK(options_of({"--layout", "rank-major", "--tokens", "7", "--max-rows", "9"}).rows_per_source() == 9);
   CHECK(options_of({"--input-sets", "1", "--verify"}).num_input_sets() == 2);
 
@@ -259,6 +261,7 @@ TEST_CASE("ep_bench options: a bad one is refused with its name and value") {
       {{"--row-format", "fp8-mx", "--scale-layout", "tiles", "--layout", "rank-major"}, {"tiles", "rank-major"}},
       {{"--layout", "flat"}, {"--layout", "flat", "rank-major"}},
       {{"--max-rows", "8"}, {"--max-rows", "8", "expert-major"}},
+      {{"--layout", "rank-major-compact", "--alignment", "2"}, {"--alignment", "2", "rank-major-compact"}},
       {{"--layout", "rank-major", "--max-rows", "-1"}, {"--max-rows", "-1"}},
       {{"--layout", "rank-major", "--alignment", "2"}, {"--alignment", "2", "rank-major"}},
       {{"--layout", "rank-major", "--pads", "untouched"}, {"--pads", "untouched", "rank-major"}},

@@ -47,13 +47,13 @@ inline constexpr std::array<Line, 5> kRankMajorLines{{
 
 // Returns the lines that are one operation each. They come first in lines_of().
 inline std::span<const Line> operations_of(Layout layout) {
-  return layout == Layout::RankMajor ? std::span<const Line>(kRankMajorLines).first(kNumRankMajorOperations)
-                                     : std::span<const Line>(kLines).first(kNumOperations);
+  return is_rank_major(layout) ? std::span<const Line>(kRankMajorLines).first(kNumRankMajorOperations)
+                               : std::span<const Line>(kLines).first(kNumOperations);
 }
 
 inline std::span<const Line> lines_of(const Options& options) {
   if (options.transport != EPX_TRANSPORT_NCCL) return operations_of(options.layout);
-  return options.layout == Layout::RankMajor ? std::span<const Line>(kRankMajorLines) : std::span<const Line>(kLines);
+  return is_rank_major(options.layout) ? std::span<const Line>(kRankMajorLines) : std::span<const Line>(kLines);
 }
 
 } // namespace epx::bench

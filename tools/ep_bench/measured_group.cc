@@ -241,17 +241,19 @@ void MeasuredGroup::dispatch_bwd() {
 
 void MeasuredGroup::dispatch_rank_major(const TokenTensors& inputs) {
   const Shape routes(options_.tokens, options_.top_k);
-  group_.dispatch_rank_major({.layer = layer_,
-                              .handle_mem = handle_mem_.bytes(),
-                              .stream = memory_.stream(),
-                              .tokens = rows_tensor(inputs.tokens, tokens_dtype(options_), options_.tokens),
-                              .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
-                              .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, routes},
-                              .recv_tokens = by_source(by_row_.recv_tokens, recv_tokens_dtype(options_), options_.hidden),
-                              .recv_topk_idx = by_source(by_row_.recv_topk_idx, EPX_INT64, options_.top_k),
-                              .recv_weights = by_source(by_row_.recv_weights, EPX_FLOAT32, options_.top_k),
-                              .counts = integers(by_row_.source_counts),
-                              .format = format_of(inputs)});
+  group_.dispatch_rank_major(
+      {.layer = layer_,
+       .handle_mem = handle_mem_.bytes(),
+       .stream = memory_.stream(),
+       .tokens = rows_tensor(inputs.tokens, tokens_dtype(options_), options_.tokens),
+       .topk_idx = {inputs.topk_idx.data(), EPX_INT64, routes},
+       .topk_weights = {inputs.topk_weights.data(), EPX_FLOAT32, routes},
+       .recv_tokens = by_source(by_row_.recv_tokens, recv_tokens_dtype(options_), options_.hidden),
+       .recv_topk_idx = by_source(by_row_.recv_topk_idx, EPX_INT64, options_.top_k),
+       .recv_weights = by_source(by_row_.recv_weights, EPX_FLOAT32, options_.top_k),
+       .counts = integers(by_row_.source_counts),
+       .format = format_of(inputs),
+       .row_spacing = options_.layout == Layout::RankMajorCompact ? EPX_ROWS_COMPACT : EPX_ROWS_STRIDED});
 }
 
 void MeasuredGroup::combine_rank_major() {

@@ -37,8 +37,9 @@ constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{
                                                                                  {"columns", EPX_SCALES_COLUMNS},
                                                                                  {"packed", EPX_SCALES_PACKED},
                                                                                  {"tiles", EPX_SCALES_TILES}}};
-constexpr std::array<std::pair<const char*, Layout>, 2> kLayouts{
-    {{"expert-major", Layout::ExpertMajor}, {"rank-major", Layout::RankMajor}}};
+constexpr std::array<std::pair<const char*, Layout>, 3> kLayouts{{{"expert-major", Layout::ExpertMajor},
+                                                                  {"rank-major", Layout::RankMajor},
+                                                                  {"rank-major-compact", Layout::RankMajorCompact}}};
 
 template <typename Value>
 Value value_of(const char* option, const std::string& text, Names<Value> names) {
@@ -280,11 +281,14 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
       "distinct; text:FILE: each word of FILE, at most 64 MiB, is a token whose experts are K hashes of it (Hash Layers); "
       "or a "
       "list of these");
-  app.add_option("--layout", layout,
-                 "Of receive tensors: expert-major (a row per route, in the zone of its expert), or rank-major (a row per "
-                 "token and rank, [P, M, H], without prepare); both, or a list");
-  add_number(app, "--max-rows", options.max_rows,
-             "--layout rank-major: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
+  app.add_option(
+      "--layout", layout,
+      "Of receive tensors: expert-major (a row per route, in the zone of its expert), or rank-major (a row per "
+      "token and rank, [P, M, H], without prepare) or rank-major-compact (the same, without gaps between the rows of "
+      "the source ranks); both (expert-major, rank-major), or a list");
+  add_number(
+      app, "--max-rows", options.max_rows,
+      "--layout rank-major and rank-major-compact: rows for each source rank, M; those beyond it are dropped; 0: --tokens");
   add_number(app, "--alignment", options.alignment, "Rows that an expert's zone is padded to a multiple of; 0 means 1");
   add_number(app, "--zone-stride", options.zone_stride,
              "Rows from an expert's zone to the next, of which those beyond are dropped; 0: zones follow each other. What "

@@ -24,7 +24,10 @@ struct RoutingSpec {
 };
 
 // The layout of the receive tensors (epx.h).
-enum class Layout { ExpertMajor, RankMajor };
+enum class Layout { ExpertMajor, RankMajor, RankMajorCompact };
+constexpr bool is_rank_major(Layout layout) {
+  return layout != Layout::ExpertMajor;
+}
 
 // BlockOptions say what --block measures.
 struct BlockOptions {
@@ -98,7 +101,7 @@ struct Options {
   std::string job_id = "ep_bench";
 
   NamedFormat format() const { return row_format != NamedFormat::None ? row_format : wire_format; }
-  bool is_rank_major() const { return layout == Layout::RankMajor; }
+  bool is_rank_major() const { return bench::is_rank_major(layout); }
   int64_t rows_per_source() const { return max_rows > 0 ? max_rows : tokens > 0 ? tokens : 1; } // M
   // Returns the number of input sets; a verified run compares at least two.
   int num_input_sets() const { return verify && input_sets < 2 ? 2 : input_sets; }

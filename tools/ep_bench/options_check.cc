@@ -64,8 +64,8 @@ void check_layout(const Options& options) {
           fmt::format("--max-rows is {} and --layout is 'expert-major'; it belongs to rank-major", options.max_rows));
     return;
   }
-  const auto refuse = [](const char* option, const auto& value, const char* reason) {
-    throw UsageError(fmt::format("{} is {} and --layout is 'rank-major'; {}", option, value, reason));
+  const auto refuse = [&](const char* option, const auto& value, const char* reason) {
+    throw UsageError(fmt::format("{} is {} and --layout is '{}'; {}", option, value, to_string(options.layout), reason));
   };
   if (options.alignment > 1) refuse("--alignment", options.alignment, "that layout has no zones to align");
   if (options.zone_stride > 0) refuse("--zone-stride", options.zone_stride, "that layout has no zones");
@@ -74,8 +74,11 @@ void check_layout(const Options& options) {
   if (options.combine_precision != EPX_COMBINE_WIRE)
     refuse("--combine-precision", to_string(options.combine_precision), "that layout has combine in 'wire' only");
   if (options.block.is_measured)
-    throw UsageError("--block is given and --layout is 'rank-major'; the block is expert-major");
-  if (options.native) throw UsageError("--native is given and --layout is 'rank-major'; the native way is expert-major");
+    throw UsageError(
+        fmt::format("--block is given and --layout is '{}'; the block is expert-major", to_string(options.layout)));
+  if (options.native)
+    throw UsageError(
+        fmt::format("--native is given and --layout is '{}'; the native way is expert-major", to_string(options.layout)));
 }
 
 // What the library's own sentences do not tell in terms of options.
@@ -115,7 +118,8 @@ void check_row_formats(const Options& options) {
   if (options.scale_layout != EPX_SCALES_TILES) return;
   if (single_element_bytes(row.scales) != 1) refuse("--scale-layout is 'tiles'; that is for scales of one byte");
   if (options.is_rank_major())
-    refuse("--scale-layout is 'tiles' and --layout is 'rank-major'; that layout has rows or columns, or packed ones");
+    refuse(fmt::format("--scale-layout is 'tiles' and --layout is '{}'; that layout has rows or columns, or packed ones",
+                       to_string(options.layout)));
   if (options.alignment == 0 || options.alignment % 128 != 0)
     refuse(fmt::format("--scale-layout is 'tiles' and --alignment is {}; it must be a multiple of 128", options.alignment));
 }

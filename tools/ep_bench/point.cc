@@ -55,9 +55,8 @@ std::string nodes_text(const epx_group_info& group) {
 
 void check_nodes(const Options& options, const epx_group_info& group) {
   if (options.is_rank_major() && group.ranks_per_node < group.num_ranks)
-    throw AgreedError(
-        kExitUsage,
-        fmt::format("--layout is 'rank-major' and {}; rank-major rows do not travel between nodes", nodes_text(group)));
+    throw AgreedError(kExitUsage, fmt::format("--layout is '{}' and {}; rank-major rows do not travel between nodes",
+                                              to_string(options.layout), nodes_text(group)));
   if (options.transport == EPX_TRANSPORT_NCCL && group.ranks_per_node < group.num_ranks)
     for (const auto& [option, format] : named_formats(options))
       if (format != NamedFormat::None)

@@ -132,7 +132,8 @@ const char* dropper(const Options& options) {
 }
 
 std::string layout_text(const Options& options) {
-  if (options.is_rank_major()) return fmt::format("rank-major with M = {} rows", options.rows_per_source());
+  if (options.is_rank_major())
+    return fmt::format("{} with M = {} rows", to_string(options.layout), options.rows_per_source());
   const std::string stride = options.zone_stride > 0 ? fmt::format(", zones {} rows apart", options.zone_stride) : "";
   return fmt::format("alignment {}{}", options.alignment, stride);
 }

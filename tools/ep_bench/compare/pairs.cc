@@ -73,7 +73,7 @@ std::vector<std::string> lines_in_order(const Point& point) {
   std::vector<std::string> names;
   for (const auto& [name, line] : point.lines)
     names.push_back(name);
-  const bool is_rank_major = point.config.at("layout") == "rank-major";
+  const bool is_rank_major = point.config.at("layout") != "expert-major";
   const std::span<const Line> known =
       is_rank_major ? std::span<const Line>(kRankMajorLines) : std::span<const Line>(kLines);
   std::ranges::stable_sort(

@@ -29,7 +29,7 @@ Counts count(const RoutingOfAll& routing, int rank) {
   for (int source = 0; source < routing.num_ranks(); ++source)
     for (int64_t token = 0; token < routing.tokens(); ++token) {
       const std::vector<int32_t> slots = slots_by_rank(routing, source, token);
-      counts.slots += routing.layout == Layout::RankMajor ? std::min(slots[rank], 1) : slots[rank];
+      counts.slots += is_rank_major(routing.layout) ? std::min(slots[rank], 1) : slots[rank];
       if (source != rank) {
         counts.arrived += slots[rank] > 0 ? 1 : 0;
         counts.arrived_for_several_slots += slots[rank] > 1 ? 1 : 0;
@@ -103,11 +103,11 @@ LocalBytes local_bytes(const RoutingOfAll& routing, int rank, const Line& line, 
   const int64_t input = routing.tokens() * bytes.input, arrived = counts.arrived * bytes.wire;
   const int64_t slots = counts.slots * bytes.received, rows_in_use = counts.rows_in_use * bytes.received;
   const bool scatters = line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_COMBINE_BWD;
-  const bool is_copied = line.operation == EPX_OP_DISPATCH || routing.layout == Layout::RankMajor;
+  const bool is_copied = line.operation == EPX_OP_DISPATCH || is_rank_major(routing.layout);
   if (scatters && is_copied) {
-    const int64_t filled = routing.layout == Layout::RankMajor || !routing.clears_pads ? slots : rows_in_use;
+    const int64_t filled = is_rank_major(routing.layout) || !routing.clears_pads ? slots : rows_in_use;
     if (bytes.is_converted_on_landing()) return {input + arrived, arrived + filled};
-    return {input + (routing.layout == Layout::RankMajor ? 0 : counts.arrived_for_several_slots * bytes.received), filled};
+    return {input + (is_rank_major(routing.layout) ? 0 : counts.arrived_for_several_slots * bytes.received), filled};
   }
   switch (line.operation) {
   case EPX_OP_COMBINE_BWD:

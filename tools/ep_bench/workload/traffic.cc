@@ -77,7 +77,7 @@ Traffic count_traffic(std::span<const int64_t> topk_idx, std::span<const int32_t
 
 int64_t logical_rows(epx_operation operation, const Traffic& all, Layout layout) {
   if (operation == EPX_OP_PREPARE) return 0;
-  return layout == Layout::RankMajor ? all.pairs : all.routes;
+  return is_rank_major(layout) ? all.pairs : all.routes;
 }
 
 int64_t written_rows(epx_operation operation, const Traffic& all, epx_combine_precision precision, Layout layout) {

@@ -11,7 +11,8 @@ class RankMajorVerifier : SetVerifier {
 public:
   RankMajorVerifier(MeasuredGroup& measured, const Workload& workload, const Options& options, const Peers& peers, int set)
       : SetVerifier(measured, workload, options, peers, set),
-        plan_(reference::plan_rank_major(problem(), all_.routing, options.rows_per_source())) {}
+        plan_(reference::plan_rank_major(problem(), all_.routing, options.rows_per_source(),
+                                         options.layout == Layout::RankMajorCompact)) {}
 
   // Counts this rank's wrong elements. Collective.
   WrongCounts run() { return {dispatch(), combine(), combine_bwd(), dispatch_bwd()}; }
