@@ -23,9 +23,10 @@ namespace ffi = xla::ffi;
 namespace {
 
 // The attributes of a dispatch: those of all calls, what is optional, and its row format, whose scaling is EPX_SCALING_NONE
-// without one. zone_stride is of prepare_dispatch, and 0 in the others.
+// without one. zone_stride is of prepare_dispatch, and row_spacing of dispatch_rank_major; they are 0 in the others.
 struct DispatchAttributes {
-  int64_t group, top_k, alignment, zone_stride, optional_operands, optional_results, scaling, dtype, scale_layout;
+  int64_t group, top_k, alignment, zone_stride, row_spacing, optional_operands, optional_results, scaling, dtype,
+      scale_layout;
   float amax_floor;
 };
 
@@ -44,7 +45,7 @@ struct FormatAttributes {
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int64_t>("group"),
                                       ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
-                                      ffi::StructMember<int64_t>("zone_stride"),
+                                      ffi::StructMember<int64_t>("zone_stride"), ffi::StructMember<int64_t>("row_spacing"),
                                       ffi::StructMember<int64_t>("optional_operands"),
                                       ffi::StructMember<int64_t>("optional_results"), ffi::StructMember<int64_t>("scaling"),
                                       ffi::StructMember<int64_t>("dtype"), ffi::StructMember<int64_t>("scale_layout"),
@@ -373,6 +374,7 @@ ffi::Error dispatch_rank_major(void* stream, ffi::AnyBuffer, ffi::AnyBuffer topk
   args.topk_idx = &idx;
   args.recv_topk_idx = &local_idx;
   args.counts = &count;
+  args.row_spacing = static_cast<epx_row_spacing>(attributes.row_spacing);
   rows.point(args);
   return call(epx_dispatch_rank_major, attributes, stream, *handle_mem, args);
 }

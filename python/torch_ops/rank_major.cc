@@ -25,8 +25,8 @@ epx_tensor view_ranks(const char* name, const Tensor& rows, const Group& group) 
 
 // Returns handle_mem, recv_topk_idx, recv_weights and counts.
 tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_tensor& sent, const Tensor& topk_idx,
-                                                  const optional<Tensor>& topk_weights, const epx_tensor& recv_tokens,
-                                                  const epx_row_format* format = nullptr) {
+                                                  const optional<Tensor>& topk_weights, bool compact,
+                                                  const epx_tensor& recv_tokens, const epx_row_format* format = nullptr) {
   const Place& place = group.place;
   const epx_tensor indices = view("topk_idx", topk_idx, place, {sent.sizes[0], kAnySize}, kIndexDtypes);
   const int64_t top_k = indices.sizes[1], num_ranks = group.info.num_ranks, max_rows = recv_tokens.sizes[1];
@@ -47,6 +47,7 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_to(const Group& group, const epx_
   args.recv_topk_idx = &row_indices;
   args.counts = &counts;
   args.format = format;
+  args.row_spacing = compact ? EPX_ROWS_COMPACT : EPX_ROWS_STRIDED;
   if (topk_weights) {
     row_weights = view_of_new(recv_weights);
     args.topk_weights = &weights;
@@ -61,42 +62,42 @@ std::array<int64_t, 2> lead_of(const Group& group, int64_t max_rows) {
 }
 
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
-                                                                  const optional<Tensor>& topk_weights, int64_t max_rows) {
+                                                                  const optional<Tensor>& topk_weights, bool compact,
+                                                                  int64_t max_rows) {
   const GroupUse group(id);
   const Rows rows = new_rows(*group, tokens, lead_of(*group, max_rows));
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
-                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received));
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, compact, rows.received));
 }
 
-tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_sidecar(int64_t id, const Tensor& tokens,
-                                                                                  const Tensor& topk_idx,
-                                                                                  const optional<Tensor>& topk_weights,
-                                                                                  int64_t max_rows, const Tensor& sidecar) {
+tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+dispatch_rank_major_sidecar(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
+                            bool compact, int64_t max_rows, const Tensor& sidecar) {
   const GroupUse group(id);
   Rows rows = new_rows(*group, tokens, lead_of(*group, max_rows));
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
-                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received),
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, compact, rows.received),
                         std::make_tuple(recv_sidecar));
 }
 
 // With a row format. Optional results, the last three, are empty where they are not there: scales, row_scales, sidecar.
 tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
 dispatch_rank_major_format(int64_t id, const Tensor& tokens, const Tensor& topk_idx, const optional<Tensor>& topk_weights,
-                           int64_t max_rows, const std::vector<int64_t>& format, double amax_floor,
+                           bool compact, int64_t max_rows, const std::vector<int64_t>& format, double amax_floor,
                            const optional<Tensor>& scales, const optional<Tensor>& row_scales,
                            const optional<Tensor>& encode_scale, const optional<Tensor>& sidecar) {
   const GroupUse group(id);
   FormatRows rows(*group, tokens, lead_of(*group, max_rows), {format, amax_floor, scales, row_scales, encode_scale});
   const Tensor recv_sidecar = attach(*group, rows, sidecar);
   return std::tuple_cat(std::make_tuple(rows.recv_tokens),
-                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, rows.received, rows.format()),
+                        dispatch_to(*group, rows.sent, topk_idx, topk_weights, compact, rows.received, rows.format()),
                         std::make_tuple(rows.recv_scales, rows.recv_row_scales, recv_sidecar));
 }
 
 // Writes the rows into a tensor of the caller's, in memory that peers reach for instance, and a sidecar into another one.
 tuple<Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_into(int64_t id, const Tensor& tokens, const Tensor& topk_idx,
-                                                               const optional<Tensor>& topk_weights,
+                                                               const optional<Tensor>& topk_weights, bool compact,
                                                                const Tensor& recv_tokens, const optional<Tensor>& sidecar,
                                                                const optional<Tensor>& recv_sidecar) {
   const GroupUse group(id);
@@ -104,7 +105,7 @@ tuple<Tensor, Tensor, Tensor, Tensor> dispatch_rank_major_into(int64_t id, const
   epx_tensor rows = view("recv_tokens", recv_tokens, group->place, {group->info.num_ranks, kAnySize, tokens.size(1)},
                          {tokens.scalar_type()});
   if (sidecar) attach_sidecar(*group, sent, *sidecar, rows, recv_sidecar.value());
-  return dispatch_to(*group, sent, topk_idx, topk_weights, rows);
+  return dispatch_to(*group, sent, topk_idx, topk_weights, compact, rows);
 }
 
 // Here and below `format` is as in combine.
@@ -167,17 +168,18 @@ tuple<Tensor, Tensor> dispatch_rank_major_bwd(int64_t id, const Tensor& handle_m
 } // namespace epx_torch
 
 STABLE_TORCH_LIBRARY_FRAGMENT(epx, library) {
-  library.def("dispatch_rank_major(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows) "
-              "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def("dispatch_rank_major_into(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, "
+  library.def(
+      "dispatch_rank_major(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, bool compact, SymInt max_rows) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("dispatch_rank_major_into(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, bool compact, "
               "Tensor(a!) recv_tokens, Tensor? sidecar, Tensor(b!)? recv_sidecar) -> (Tensor, Tensor, Tensor, Tensor)");
-  library.def(
-      "dispatch_rank_major_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows, "
-      "Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
-  library.def(
-      "dispatch_rank_major_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, SymInt max_rows, "
-      "int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("dispatch_rank_major_sidecar(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, bool compact, "
+              "SymInt max_rows, "
+              "Tensor sidecar) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  library.def("dispatch_rank_major_format(int group, Tensor tokens, Tensor topk_idx, Tensor? topk_weights, bool compact, "
+              "SymInt max_rows, "
+              "int[] format, float amax_floor, Tensor? scales, Tensor? row_scales, Tensor? encode_scale, Tensor? sidecar) "
+              "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   library.def(
       "combine_rank_major(int group, Tensor handle_mem, Tensor expert_out, int top_k, SymInt num_tokens, int[] format=[], "
       "float amax_floor=0) -> Tensor");

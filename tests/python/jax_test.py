@@ -157,27 +157,30 @@ class ProcessLocal(jax_ranks.TestCase):
         self.check(group, Data(uneven, seed=12), rank_major_layer)
         self.check(group, Data([5] * RANKS, top_k=1, seed=13, masked=0), rank_major_layer, max_rows=5)
         self.check(group, Data([3] * RANKS, top_k=3, seed=14, masked=1), rank_major_layer)
+        self.check(group, Data(uneven, seed=17), rank_major_layer, compact=True)
 
         # Without weights, and with the rows as they arrive.
         data = Data([4] * RANKS, seed=15)
-        wanted = RankMajorExchange(data.idx, jax_ranks.EXPERTS, 3)
         tokens = [each.astype(numpy.float32) for each in data.tokens]
+        for compact in (False, True):
+            wanted = RankMajorExchange(data.idx, jax_ranks.EXPERTS, 3, compact)
 
-        @jax.jit
-        def dispatch(idx, tokens):
-            plan, rows, none, token = epx.jax.dispatch_rank_major(
-                group, tokens, idx, None, epx.jax.first_token(), max_rows=3
-            )
-            assert none is None
-            return epx.jax.finish((plan, rows), token)
+            @jax.jit
+            def dispatch(idx, tokens):
+                plan, rows, none, token = epx.jax.dispatch_rank_major(
+                    group, tokens, idx, None, epx.jax.first_token(), max_rows=3, compact=compact
+                )
+                assert none is None
+                return epx.jax.finish((plan, rows), token)
 
-        plan, rows = dispatch(data.idx[RANK], tokens[RANK])
-        numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
-        numpy.testing.assert_array_equal(plan.topk_idx, wanted.recv_topk_idx[RANK])
-        numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
-        if wanted.drops[RANK]:
-            with self.assertRaises(epx.EventError):
-                group.check()
+            plan, rows = dispatch(data.idx[RANK], tokens[RANK])
+            self.assertEqual(plan.compact, compact)
+            numpy.testing.assert_array_equal(plan.counts, wanted.counts[RANK])
+            numpy.testing.assert_array_equal(plan.topk_idx, wanted.recv_topk_idx[RANK])
+            numpy.testing.assert_array_equal(rows, wanted.scatter(tokens)[RANK])
+            if wanted.drops[RANK]:
+                with self.assertRaises(epx.EventError):
+                    group.check()
 
     def test_1_info_slot_and_sidecars(self):
         group = self.group(max_sidecar_bytes=8)

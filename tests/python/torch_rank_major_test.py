@@ -68,6 +68,8 @@ class RankMajor(unittest.TestCase):
             self.check(group, [5] * RANKS)
             self.check(group, NUM_TOKENS)
             self.check(group, NUM_TOKENS, max_rows=max(NUM_TOKENS))
+            self.check(group, NUM_TOKENS, compact=True)
+            self.check(group, NUM_TOKENS, compact=True, max_rows=max(NUM_TOKENS), top_k=3)
             self.check(group, NUM_TOKENS, top_k=1, masked=0.5)
             self.check(group, NUM_TOKENS, top_k=3)
             self.check(group, NUM_TOKENS, weighted=False)
@@ -98,6 +100,15 @@ class RankMajor(unittest.TestCase):
                 self.assertEqual(plan.topk_idx[source, :count].tolist(), local)
                 weighted = [[e / 8 if first <= e < end else 0 for e in each] for _, each in mine]
                 self.assertEqual(weights[source, :count].tolist(), weighted)
+            compact_plan, compact, _ = dispatch(
+                group, on_device(tokens.expand(-1, HIDDEN).contiguous()), on_device(idx), compact=True
+            )
+            self.assertTrue(compact_plan.compact)
+            self.assertEqual(compact.shape, rows.shape)
+            num_rows = int(plan.counts.sum())
+            self.assertEqual(compact_plan.is_row.flatten().tolist(), [i < num_rows for i in range(rows[..., 0].numel())])
+            torch.testing.assert_close(compact.flatten(0, 1)[:num_rows], rows[plan.is_row], rtol=0, atol=0)
+            self.assertEqual(compact_plan.topk_idx.flatten(0, 1)[:num_rows].tolist(), plan.topk_idx[plan.is_row].tolist())
             # A rank whose rows are dropped reports that, and the others go on.
             to_first = on_device(torch.zeros(4, 1, dtype=torch.int64))
             plan, *_ = dispatch(group, on_device(torch.ones(4, HIDDEN)), to_first, max_rows=3)
@@ -116,6 +127,9 @@ class RankMajor(unittest.TestCase):
             window = group.empty(RANKS, group.max_tokens_per_rank, HIDDEN)
             plan, rows, _ = dispatch(group, tokens, idx, recv_tokens=window)
             self.assertEqual(rows.data_ptr(), window.data_ptr())
+            compact_window = group.empty(RANKS, group.max_tokens_per_rank, HIDDEN)
+            compact_plan, compact, _ = dispatch(group, tokens.detach(), idx, recv_tokens=compact_window, compact=True)
+            torch.testing.assert_close(compact[compact_plan.is_row], rows.detach()[plan.is_row], rtol=0, atol=0)
             other_plan, other, _ = dispatch(group, tokens.detach(), idx)
             torch.testing.assert_close(rows.detach()[plan.is_row], other[other_plan.is_row], rtol=0, atol=0)
             num_ranks_of = combine(other_plan, torch.ones_like(other))  # in each element, of how many ranks a token is
@@ -159,7 +173,7 @@ class RankMajor(unittest.TestCase):
             def program(tokens, weights):
                 first = self.layer(group, idx, tokens, weights, own)
                 dispatch(group, tokens, idx)
-                return first + self.layer(group, idx, tokens, weights, own, max_rows=4)
+                return first + self.layer(group, idx, tokens, weights, own, max_rows=4, compact=True)
 
             graphs, found = Graphs(), []
             for each in (program, compiled(program, backend=graphs.backend())):
@@ -189,6 +203,7 @@ class RankMajor(unittest.TestCase):
                 "tokens is float64": lambda: dispatch(group, tokens.double(), idx),
                 "tokens has strides": lambda: dispatch(group, tokens.t().contiguous().t(), idx),
                 "topk_weights has shape": lambda: dispatch(group, tokens, idx, weights[:, :1].contiguous()),
+                "compact is int; this call takes bool": lambda: dispatch(group, tokens, idx, compact=1),
                 "max_rows is -1": lambda: dispatch(group, tokens, idx, max_rows=-1),
                 "recv_tokens alone": lambda: dispatch(group, tokens, idx, max_rows=4, recv_tokens=rows),
                 "recv_tokens has shape": lambda: dispatch(group, tokens, idx, recv_tokens=rows[0]),

@@ -50,8 +50,11 @@ def rows_in_use(zero_unused, num_rows, zones, zone_stride):
     return rows % zone_stride < counts[jnp.minimum(rows // zone_stride, zones.size)]
 
 
-def holds_token_mask(max_rows, counts):
+def holds_token_mask(max_rows, counts, compact):
     """Which rows [P, M] of the rank-major layout hold a token."""
+    if compact:
+        rows = jnp.arange(counts.size * max_rows, dtype=counts.dtype) < counts.sum(dtype=counts.dtype)
+        return rows.reshape(counts.size, max_rows)
     return jnp.arange(max_rows, dtype=counts.dtype) < counts[:, None]
 
 

@@ -73,14 +73,14 @@ class Plan(_HasGroup):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["handle_mem", "counts", "topk_idx"],
-    meta_fields=["group_reference", "top_k", "num_tokens", "max_rows", "zero_unused"],
+    meta_fields=["group_reference", "top_k", "num_tokens", "max_rows", "compact", "zero_unused"],
 )
 @dataclasses.dataclass(frozen=True)
 class RankMajorPlan(_HasGroup):
     """What dispatch_rank_major() has received from whom, as a pytree. handle_mem: [bytes] uint8.  counts: [P] int32, kept rows
     from each rank.  topk_idx: [P, M, K] int32, the local expert, 0 to E_l - 1, of each route to this rank; -1 where the route
-    is masked or goes to another rank, and in rows that hold no token. group, top_k, num_tokens, max_rows (M) and
-    zero_unused are static."""
+    is masked or goes to another rank, and in rows that hold no token. group, top_k, num_tokens, max_rows (M), compact and
+    zero_unused are static. If compact, rows from all ranks follow each other: they are the first sum(counts) of P * M."""
 
     handle_mem: jax.Array
     counts: jax.Array
@@ -89,4 +89,5 @@ class RankMajorPlan(_HasGroup):
     top_k: int
     num_tokens: int
     max_rows: int
+    compact: bool
     zero_unused: bool

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from .._formats import on_wire, require_room_for_combine_bwd
-from .._structs import CombinePrecision
-from .._values import count, refuse
+from .._structs import CombinePrecision, RowSpacing
+from .._values import boolean, count, refuse
 from ._calls import call_group, holds_token_mask, require_cotangent_of_token, require_token, require_topk_idx, values_of
 from ._groups import require_usable
 from ._plans import RankMajorPlan, group_of, reference_to
@@ -26,6 +26,7 @@ def dispatch_rank_major(
     token,
     *,
     max_rows=None,
+    compact=False,
     sidecar=None,
     zero_unused=True,
     format=None,
@@ -36,7 +37,8 @@ def dispatch_rank_major(
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
     float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
-    P * min(M, max_tokens_per_rank) * K must not exceed R.  sidecar, with_wide, grad_format: as in
+    P * min(M, max_tokens_per_rank) * K must not exceed R.  compact: the same on all ranks; True: rows from all ranks follow each
+    other without gaps, the first sum(plan.counts) of the P * M rows; the shapes are the same.  sidecar, with_wide, grad_format: as in
     dispatch(); format too, without scales in tiles.  zero_unused: as in prepare().
     Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); before the token, with a
     sidecar recv_sidecar [P, M, S], and with with_wide what stands for the rows. Scales by rows are [P, M, S], and row_scales
@@ -58,6 +60,8 @@ def dispatch_rank_major(
         )
     options = dict(sidecar=sidecar, row_format=format, with_wide=with_wide, grad_format=grad_format)
     rows = Rows(group, tokens, num_tokens, top_k, topk_weights, (group.num_ranks, max_rows), **options)
+    spacing = RowSpacing.COMPACT if boolean("compact", compact) else RowSpacing.STRIDED
+    attributes = rows.attributes | dict(row_spacing=int(spacing))
     layer = top_k, 1
     planned = [
         struct((group.handle_mem_size(top_k),), jnp.uint8),
@@ -68,9 +72,9 @@ def dispatch_rank_major(
     @jax.custom_vjp
     def run(token, *operands):
         token, handle_mem, counts, local_idx, *results = call_group(
-            "dispatch_rank_major", group, layer, [token, *operands], planned + rows.results, **rows.attributes
+            "dispatch_rank_major", group, layer, [token, *operands], planned + rows.results, **attributes
         )
-        holds_token = holds_token_mask(max_rows, counts)
+        holds_token = holds_token_mask(max_rows, counts, compact)
         outputs = rows.outputs(results, holds_token if zero_unused else None)
         return token, handle_mem, counts, where_in_use(holds_token, local_idx, -1), *outputs
 
@@ -89,7 +93,7 @@ def dispatch_rank_major(
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     token, handle_mem, counts, local_idx, *outputs = run(token, topk_idx, *rows.operands)
-    plan = RankMajorPlan(handle_mem, counts, local_idx, reference_to(group), top_k, num_tokens, max_rows, zero_unused)
+    plan = RankMajorPlan(handle_mem, counts, local_idx, reference_to(group), top_k, num_tokens, max_rows, compact, zero_unused)
     return plan, *rows.received(outputs), token
 
 
@@ -127,7 +131,7 @@ def combine_rank_major(plan, expert_out, token, *, format=None, grad_format=None
         operands = [next_token, token, handle_mem, grad_out]
         next_token, grad = call_group("combine_rank_major_bwd", group, layer, operands, returned, **in_backward)
         if plan.zero_unused:
-            grad = where_in_use(holds_token_mask(plan.max_rows, counts), grad)
+            grad = where_in_use(holds_token_mask(plan.max_rows, counts, plan.compact), grad)
         return next_token, None, None, grad
 
     run.defvjp(forward, backward, symbolic_zeros=True)

@@ -127,6 +127,7 @@ class Rows:
         in_format = () if row_format is None else (row_format.codes, row_format.amax_floor)
         self.attributes = dict(
             zone_stride=0,
+            row_spacing=0,
             optional_operands=_present(operands[1:]),
             optional_results=_present(results[1:]),
             **attributes_of_format(*in_format),

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .._formats import RowFormat, on_wire, require_room_for_combine_bwd
-from .._values import refuse, require_kind, require_one_size
+from .._values import boolean, refuse, require_kind, require_one_size
 from ._derivatives import differentiable_once
 from ._formats import Operator, fake_format, received, split
 from ._group import Group, call, require_usable
@@ -26,10 +26,10 @@ _dispatch_bwd = ops.dispatch_rank_major_bwd.default
 class RankMajorPlan:
     """What dispatch_rank_major makes of top-k indices. All tensors lie on the group's device.
 
-    max_rows: M.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in
+    max_rows: M.  compact: whether the rows of the ranks follow each other without gaps.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in
     any order.  counts: [P] int32, kept rows of each source rank: recv_tokens[r, :counts[r]], which are its tokens in ascending
-    order. topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another
-    rank, and in rows at or beyond counts[r].
+    order; if compact they are the first counts.sum() of recv_tokens.flatten(0, 1), those of rank 0 first. topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another
+    rank, and in rows that hold no token.
     """
 
     group: Group
@@ -39,10 +39,14 @@ class RankMajorPlan:
     handle_mem: torch.Tensor
     topk_idx: torch.Tensor
     counts: torch.Tensor
+    compact: bool = False
 
     @property
     def is_row(self) -> torch.Tensor:
         """[P, M] bool: which rows are kept ones."""
+        if self.compact:
+            rows = torch.arange(self.counts.shape[0] * self.max_rows, device=self.counts.device) < self.counts.sum()
+            return rows.view(-1, self.max_rows)
         return torch.arange(self.max_rows, device=self.counts.device) < self.counts[:, None]
 
 
@@ -57,7 +61,7 @@ def _fake_plan(group, tokens, topk_idx, topk_weights, max_rows):
     )
 
 
-def _fake_dispatch(group, tokens, topk_idx, topk_weights, max_rows, *sidecar):
+def _fake_dispatch(group, tokens, topk_idx, topk_weights, compact, max_rows, *sidecar):
     rows, *received = [new_tensor(each, groups[group].num_ranks, max_rows, each.shape[1]) for each in (tokens, *sidecar)]
     return rows, *_fake_plan(group, tokens, topk_idx, topk_weights, max_rows), *received
 
@@ -67,13 +71,13 @@ torch.library.register_fake("epx::dispatch_rank_major_sidecar", _fake_dispatch)
 
 
 @torch.library.register_fake("epx::dispatch_rank_major_format")
-def _(group, tokens, topk_idx, topk_weights, max_rows, codes, amax_floor, *scales_and_sidecar):
+def _(group, tokens, topk_idx, topk_weights, compact, max_rows, codes, amax_floor, *scales_and_sidecar):
     plan = _fake_plan(group, tokens, topk_idx, topk_weights, max_rows)
     return fake_format(tokens, (groups[group].num_ranks, max_rows), codes, plan, scales_and_sidecar[-1])
 
 
 @torch.library.register_fake("epx::dispatch_rank_major_into")
-def _(group, tokens, topk_idx, topk_weights, recv_tokens, sidecar, recv_sidecar):
+def _(group, tokens, topk_idx, topk_weights, compact, recv_tokens, sidecar, recv_sidecar):
     return _fake_plan(group, tokens, topk_idx, topk_weights, recv_tokens.shape[1])
 
 
@@ -97,8 +101,8 @@ class _Dispatch(torch.autograd.Function):
     """max_rows: of the tensor to make, or recv_tokens of the caller's, which becomes what is returned."""
 
     @staticmethod
-    def forward(ctx, more, number, tokens, topk_idx, topk_weights, max_rows):
-        outputs = _DISPATCH.run(more, number, tokens, topk_idx, topk_weights, max_rows)
+    def forward(ctx, more, number, tokens, topk_idx, topk_weights, compact, max_rows):
+        outputs = _DISPATCH.run(more, number, tokens, topk_idx, topk_weights, compact, max_rows)
         ctx.layer = number, topk_idx.shape[1], tokens.shape[0], topk_weights is not None
         ctx.save_for_backward(outputs[1])
         _DISPATCH.mark(ctx, more, max_rows if isinstance(max_rows, torch.Tensor) else None, outputs)
@@ -108,7 +112,7 @@ class _Dispatch(torch.autograd.Function):
     @differentiable_once
     def backward(ctx, *grads):
         grad_tokens, grad_weights = _dispatch_backward(ctx, *_DISPATCH.grads(ctx, grads))
-        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, None
+        return None, None, grad_tokens if ctx.has_rows_gradient else None, None, grad_weights, None, None
 
 
 def _dispatch_backward(ctx, grad_recv, grad_recv_weights):
@@ -149,6 +153,7 @@ def dispatch_rank_major(
     topk_weights: torch.Tensor | None = None,
     *,
     max_rows: int | None = None,
+    compact: bool = False,
     recv_tokens: torch.Tensor | None = None,
     sidecar: torch.Tensor | None = None,
     format: RowFormat | None = None,
@@ -159,21 +164,21 @@ def dispatch_rank_major(
 
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
-    group.check() tells; default group.max_tokens_per_rank, which is never too few.  recv_tokens: [P, M, H] to be written
+    group.check() tells; default group.max_tokens_per_rank, which is never too few.  compact: the same on all ranks; True: rows
+    from all ranks follow each other without gaps, recv_tokens.flatten(0, 1)[:plan.counts.sum()]; the shapes are the same.  recv_tokens: [P, M, H] to be written
     instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
     returned has in its stead. Not under torch.compile.  sidecar, format, with_wide, grad_format: as in dispatch(), without scales
     in tiles.
     Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too, and
     with with_wide, last, the tensor [P, M, H] that stands for the rows. Scales by rows are [P, M, S], and row_scales [P, M].
-    Weights are 0 where plan.topk_idx is -1. Rows at or beyond plan.counts[r] of recv_tokens and recv_sidecar hold whatever memory
-    held, and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
+    Weights are 0 where plan.topk_idx is -1. Rows of recv_tokens and recv_sidecar that hold no token hold whatever memory held, and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
     torch.where and plan.is_row for instance.
     """
     require_kind("group", group, Group)
     number = group.number
     tokens, more, records = split(group, tokens, topk_weights, sidecar, format, with_wide, grad_format, _records)
     require_usable(group, "topk_idx", topk_idx)
-    args = number, tokens, topk_idx, topk_weights
+    args = number, tokens, topk_idx, topk_weights, boolean("compact", compact)
     if recv_tokens is None:
         run = _Dispatch.apply if records else _DISPATCH.run
         outputs = run(more, *args, group.max_tokens_per_rank if max_rows is None else max_rows)
@@ -190,7 +195,8 @@ def dispatch_rank_major(
             outputs = _DISPATCH.run(more, *args, recv_tokens)
             increment_version(recv_tokens)  # a tensor that was saved for a backward may have shared its memory
     rows, handle_mem, row_idx, weights, counts, *rest = outputs
-    plan = RankMajorPlan(group, topk_idx.shape[1], tokens.shape[0], rows.shape[1], handle_mem, row_idx, counts)
+    layer = topk_idx.shape[1], tokens.shape[0], rows.shape[1]
+    plan = RankMajorPlan(group, *layer, handle_mem, row_idx, counts, compact)
     return plan, *received((rows, weights, *rest), topk_weights, sidecar, more)
 
 
