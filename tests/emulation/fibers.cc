@@ -107,35 +107,17 @@ public:
       warps_.push_back({{std::min(kLanes, threads - first)}});
     for (size_t i = 0; i < threads_.size(); ++i) {
       threads_[i].index = {static_cast<unsigned>(i), 0, 0};
-      threads_[i].fiber = context::fiber(std::allocator_arg, CachedStack{}, [this](context::fiber&& scheduler) {
-        scheduler_ = std::move(scheduler);
+      threads_[i].fiber = context::fiber(std::allocator_arg, CachedStack{}, [this](context::fiber&& left) {
+        *left_ = std::move(left);
         kernel_();
         running_->state = State::ended;
         end_thread();
-        return std::move(scheduler_);
+        return leave(running_->fiber);
       });
     }
   }
 
-  void run() {
-    uint64_t random = random_u64();
-    int idle_passes = 0;
-    while (num_ended_ < threads_.size()) {
-      made_progress_ = false;
-      random = random * 6364136223846793005u + 1442695040888963407u;
-      const size_t first = (random >> 33) % threads_.size();
-      const size_t stride = (random >> 20 & 1) != 0 ? 1 : threads_.size() - 1; // forwards or backwards
-      for (size_t step = 0; step < threads_.size(); ++step) {
-        Thread& thread = threads_[(first + step * stride) % threads_.size()];
-        if (thread.state == State::ready) resume(thread);
-      }
-      idle_passes = made_progress_ ? 0 : idle_passes + 1;
-      if (idle_passes > kMaxIdlePasses)
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-      else if (idle_passes > 0)
-        std::this_thread::yield();
-    }
-  }
+  void run() { *left_ = leave(scheduler_).resume(); }
 
   const ThreadPosition& position() const { return position_; }
   std::byte* shared() {
@@ -210,12 +192,52 @@ private:
     complete(warps_[index].barrier, index * kLanes, std::min(threads_.size(), (index + 1) * kLanes));
   }
 
-  void resume(Thread& thread) {
-    running_ = &thread;
-    position_.thread = thread.index;
-    thread.fiber = std::move(thread.fiber).resume();
+  // Fibers switch to each other, without a scheduler between them: in most tests switches take most of the time. Whatever is
+  // switched to finds in left_ where it is to keep the fiber that it comes from.
+  void suspend() {
+    Thread* const suspended = running_;
+    context::fiber next = leave(suspended->fiber);
+    if (running_ != suspended) *left_ = std::move(next).resume();
   }
-  void suspend() { scheduler_ = std::move(scheduler_).resume(); }
+  // Returns what runs next: a thread, or run() when all have ended. Until then its caller's fiber is kept in `own`.
+  context::fiber leave(context::fiber& own) {
+    left_ = &own;
+    Thread* const next = next_ready();
+    if (next == nullptr) return std::move(scheduler_);
+    running_ = next;
+    position_.thread = next->index;
+    return std::move(next->fiber);
+  }
+
+  // Each pass resumes every thread that is ready, forwards or backwards from a random one.
+  Thread* next_ready() {
+    while (num_ended_ < threads_.size()) {
+      for (; left_of_pass_ > 0; --left_of_pass_) {
+        Thread& thread = threads_[next_];
+        if (forwards_)
+          next_ = next_ + 1 < threads_.size() ? next_ + 1 : 0;
+        else
+          next_ = next_ > 0 ? next_ - 1 : threads_.size() - 1;
+        if (thread.state != State::ready) continue;
+        --left_of_pass_;
+        return &thread;
+      }
+      idle_passes_ = made_progress_ ? 0 : idle_passes_ + 1;
+      if (idle_passes_ > kMaxIdlePasses)
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+      else if (idle_passes_ > 0)
+        std::this_thread::yield();
+      begin_pass();
+    }
+    return nullptr;
+  }
+  void begin_pass() {
+    made_progress_ = false;
+    random_ = random_ * 6364136223846793005u + 1442695040888963407u;
+    next_ = (random_ >> 33) % threads_.size();
+    forwards_ = (random_ >> 20 & 1) != 0;
+    left_of_pass_ = threads_.size();
+  }
 
   ThreadPosition position_; // of the running thread
   const std::function<void()>& kernel_;
@@ -226,13 +248,19 @@ private:
   std::vector<Barrier*> waits_at_ = std::vector<Barrier*>(threads_.size());
   std::vector<Warp> warps_;
   std::array<SeenWord, size_t{1} << kSeenWordsLog2> seen_{}; // by a hash of the address
-  context::fiber scheduler_;
+  context::fiber scheduler_;                                 // run()
+  context::fiber* left_ = nullptr;
   Thread* running_ = nullptr;
   size_t num_ended_ = 0;
-  bool made_progress_ = false;
+
+  // The pass over the threads.
+  uint64_t random_ = random_u64();
+  size_t next_ = 0, left_of_pass_ = 0;
+  int idle_passes_ = 0;
+  bool forwards_ = false, made_progress_ = true;
 };
 
-thread_local Block* this_block = nullptr;
+constinit thread_local Block* this_block = nullptr;
 
 // EPX_EMULATED_START_DELAY_US: about half of the blocks start so many microseconds after the others of their grid.
 std::chrono::microseconds start_delay() {
@@ -242,6 +270,8 @@ std::chrono::microseconds start_delay() {
 
 } // namespace
 
+constinit thread_local const ThreadPosition* running_position = nullptr;
+
 void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel) {
   std::vector<std::thread> workers;
   workers.reserve(static_cast<size_t>(blocks));
@@ -250,16 +280,15 @@ void run_grid(int blocks, int threads, size_t shared_bytes, const std::function<
       if (const auto delay = start_delay(); delay.count() > 0) std::this_thread::sleep_for(delay);
       Block block({static_cast<unsigned>(index), 0, 0}, dim3(static_cast<unsigned>(blocks)), threads, shared_bytes, kernel);
       this_block = &block;
+      running_position = &block.position();
       block.run();
       this_block = nullptr;
+      running_position = nullptr;
     });
   for (std::thread& worker : workers)
     worker.join();
 }
 
-const ThreadPosition& position() {
-  return this_block->position();
-}
 std::byte* dynamic_shared_memory() {
   return this_block->shared();
 }

@@ -27,7 +27,12 @@ struct ThreadPosition {
   uint3 thread, block;
   dim3 block_dim, grid_dim;
 };
-const ThreadPosition& position();
+// Of the running fiber; every access of a kernel to threadIdx reads it, so it is inline. It is the operating system's thread's, which
+// runs one block.
+extern constinit thread_local const ThreadPosition* running_position;
+inline const ThreadPosition& position() {
+  return *running_position;
+}
 
 std::byte* dynamic_shared_memory();
 

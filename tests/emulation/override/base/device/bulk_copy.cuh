@@ -36,13 +36,14 @@ struct Store {
 };
 struct Copies {
   std::vector<Store> open_group;
-  std::deque<std::vector<Store>> groups; // not written yet
+  std::vector<std::vector<Store>> groups; // not written yet
 };
 
 // Returns the stores of the running CUDA thread. They are by thread index, since a block's threads share one of the operating
 // system's.
 inline Copies& of_this_thread() {
-  static thread_local std::map<unsigned, Copies> copies;
+  static thread_local std::vector<Copies> copies;
+  if (copies.size() < blockDim.x) copies.resize(blockDim.x);
   return copies[threadIdx.x];
 }
 // Returns the running block's loads in flight.
@@ -100,18 +101,19 @@ inline void end_store_group() {
 
 template <int kPending>
 void wait_for_store_reads() {
-  std::deque<std::vector<bulk::Store>>& groups = bulk::of_this_thread().groups;
+  std::vector<std::vector<bulk::Store>>& groups = bulk::of_this_thread().groups;
   for (size_t i = 0; i + kPending < groups.size(); ++i)
     bulk::read(groups[i]);
 }
 
 inline void wait_for_stores() {
-  std::deque<std::vector<bulk::Store>>& groups = bulk::of_this_thread().groups;
-  for (; !groups.empty(); groups.pop_front()) {
-    bulk::read(groups.front());
-    for (const bulk::Store& store : groups.front())
+  std::vector<std::vector<bulk::Store>>& groups = bulk::of_this_thread().groups;
+  for (std::vector<bulk::Store>& group : groups) {
+    bulk::read(group);
+    for (const bulk::Store& store : group)
       std::memcpy(store.global, store.data.data(), store.bytes);
   }
+  groups.clear();
 }
 
 } // namespace epx::cuda
