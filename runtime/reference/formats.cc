@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "base/dtypes.h"
 
@@ -53,6 +54,18 @@ double magnitude(const Type& type, int code) {
   return std::ldexp(implicit + fraction, std::max(field, 1) - type.bias - type.mantissa_bits);
 }
 
+// The finite numbers that are not negative, by code. nearest() compares each element with several.
+const std::vector<double>& magnitudes(epx_dtype dtype) {
+  const auto of = [](const Type& type) {
+    std::vector<double> numbers;
+    for (int code = 0; code < type.num_finite; ++code)
+      numbers.push_back(magnitude(type, code));
+    return numbers;
+  };
+  static const std::vector<double> kOfE4M3 = of(kE4M3), kOfE5M2 = of(kE5M2), kOfE2M1 = of(kE2M1);
+  return dtype == EPX_FLOAT8_E4M3 ? kOfE4M3 : dtype == EPX_FLOAT8_E5M2 ? kOfE5M2 : kOfE2M1;
+}
+
 float value_of(epx_dtype dtype, int code) {
   if (dtype == EPX_FLOAT8_E8M0)
     return code == kE8M0Nan ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(std::ldexp(1.0, code - 127));
@@ -67,20 +80,15 @@ float value_of(epx_dtype dtype, int code) {
 // The code of the number that is nearest to `value`, which is no NaN: of two, the even code. The largest stands for all that are
 // larger.
 int nearest(epx_dtype dtype, float value) {
-  const Type& type = type_of(dtype);
+  const std::vector<double>& numbers = magnitudes(dtype);
   const double wanted = std::fabs(static_cast<double>(value));
-  int low = 0, high = type.num_finite - 1;
-  if (wanted >= magnitude(type, high)) {
-    low = high;
-  } else {
-    while (high - low > 1) { // magnitude(low) <= wanted < magnitude(high)
-      const int middle = (low + high) / 2;
-      (magnitude(type, middle) <= wanted ? low : high) = middle;
-    }
-    const double half_way = (magnitude(type, low) + magnitude(type, high)) / 2; // exact
-    if (wanted > half_way || (wanted == half_way && low % 2 != 0)) low = high;
+  // The last number that is not above `wanted`, and what follows it.
+  auto code = static_cast<size_t>(std::ranges::upper_bound(numbers, wanted) - numbers.begin()) - 1;
+  if (code + 1 < numbers.size()) {
+    const double half_way = (numbers[code] + numbers[code + 1]) / 2; // exact
+    if (wanted > half_way || (wanted == half_way && code % 2 != 0)) ++code;
   }
-  return low | (std::signbit(value) ? type.sign : 0);
+  return static_cast<int>(code) | (std::signbit(value) ? type_of(dtype).sign : 0);
 }
 
 // The code of an element that has no number.
