@@ -24,7 +24,10 @@ namespace {
 namespace context = boost::context;
 
 constexpr size_t kStackBytes = size_t{64} << 10;
-constexpr int kMaxIdlePasses = 4; // passes without progress before the block's thread sleeps
+// After so many passes without progress the block's thread sleeps, longer each time: a pass resumes all fibers that poll, and the
+// blocks that the others wait for need the cores.
+constexpr int kMaxIdlePasses = 4;
+constexpr std::chrono::microseconds kFirstSleep{50}, kLongestSleep{400};
 constexpr int kSeenWordsLog2 = 10;
 
 // Stacks are kept for later grids: most of the time of a small grid would otherwise go into mapping and unmapping them.
@@ -224,7 +227,7 @@ private:
       }
       idle_passes_ = made_progress_ ? 0 : idle_passes_ + 1;
       if (idle_passes_ > kMaxIdlePasses)
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
+        std::this_thread::sleep_for(std::min(kFirstSleep * (idle_passes_ - kMaxIdlePasses), kLongestSleep));
       else if (idle_passes_ > 0)
         std::this_thread::yield();
       begin_pass();
