@@ -7,6 +7,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -98,6 +99,11 @@ void run_changed(const std::function<void(Case&)>& change) {
   Case test_case = base_case();
   change(test_case);
   run_everywhere(test_case);
+}
+
+bool has_variant(size_t index) {
+  const auto num_ranks = static_cast<size_t>(launcher().num_ranks());
+  return num_ranks == 1 || std::getenv("EPX_TEST_SHARES_VARIANTS") == nullptr || index % 3 == num_ranks % 3;
 }
 
 } // namespace epx::test

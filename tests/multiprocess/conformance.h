@@ -2,7 +2,10 @@
 // The conformance suite: one list of named scenarios that every transport and every way to start ranks has to pass.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <initializer_list>
+#include <vector>
 
 #include "tests/support/launcher.h"
 #include "tests/support/layer_run.h"
@@ -26,5 +29,18 @@ void run_everywhere(const Case& test_case);
 
 // Runs base_case() after `change` has changed it.
 void run_changed(const std::function<void(Case&)>& change);
+
+// Returns whether this run has the variant `index` of a case whose variants differ in numbers only, and take long. With
+// EPX_TEST_SHARES_VARIANTS runs of several ranks have a third of them each, by their number of ranks; a run of one rank has all.
+bool has_variant(size_t index);
+
+// Returns those of `variants` that this run has.
+template <typename T>
+std::vector<T> variants_of_this_run(std::initializer_list<T> variants) {
+  std::vector<T> chosen;
+  for (size_t i = 0; i < variants.size(); ++i)
+    if (has_variant(i)) chosen.push_back(variants.begin()[i]);
+  return chosen;
+}
 
 } // namespace epx::test

@@ -114,17 +114,14 @@ TEST_CASE("rows of whole longer h-tiles, and others, in sums of few and of many 
   // 200 tokens take no low-latency path, and warps take whole rows. In precision wire with up to 16 routes they take batches of
   // tokens: on one SM of as many as they can, on four of two, too. On the host transport all that is the same, and slow.
   const int tokens = is_on_host() ? 24 : 200;
-  const auto cases = {Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 2, 1, EPX_FLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 7, 1, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 7, 4, EPX_FLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 16, 4, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_EXACT, 2, 1, EPX_BFLOAT16},
-                      Rows{EPX_COMBINE_EXACT, 40, 1, EPX_FLOAT16},
-                      Rows{EPX_COMBINE_WIRE, 2, 4, EPX_FLOAT16, kHidden, kCombineHidden},
-                      Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16, kHidden, kCombineHidden},
-                      Rows{EPX_COMBINE_EXACT, 7, 1, EPX_BFLOAT16, kCombineHidden, kHidden}};
+  const auto cases =
+      variants_of_this_run({Rows{EPX_COMBINE_WIRE, 1, 4, EPX_BFLOAT16}, Rows{EPX_COMBINE_WIRE, 2, 1, EPX_FLOAT16},
+                            Rows{EPX_COMBINE_WIRE, 7, 1, EPX_BFLOAT16}, Rows{EPX_COMBINE_WIRE, 7, 4, EPX_FLOAT16},
+                            Rows{EPX_COMBINE_WIRE, 16, 4, EPX_BFLOAT16}, Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16},
+                            Rows{EPX_COMBINE_EXACT, 2, 1, EPX_BFLOAT16}, Rows{EPX_COMBINE_EXACT, 40, 1, EPX_FLOAT16},
+                            Rows{EPX_COMBINE_WIRE, 2, 4, EPX_FLOAT16, kHidden, kCombineHidden},
+                            Rows{EPX_COMBINE_WIRE, 40, 1, EPX_BFLOAT16, kHidden, kCombineHidden},
+                            Rows{EPX_COMBINE_EXACT, 7, 1, EPX_BFLOAT16, kCombineHidden, kHidden}});
   for (const Rows& rows : cases)
     run_changed([&](Case& c) {
       c.group.num_experts = 48;
