@@ -201,6 +201,10 @@ if [[ $quick == yes ]]; then
   exit
 fi
 
+# ccache finds what an object depends on in the compiler's own list, instead of preprocessing each file before it compiles it: a tenth of
+# the time of a build with nothing cached. After a change of comments alone it would compile again, so --quick does without.
+export CCACHE_DEPEND=1
+
 # Everything else runs beside the tests of the plain build, at a lower priority, so that those keep their time limits.
 lower_priority() { renice -n "$(($(nice) + 5))" -p "$BASHPID" >/dev/null || true; }
 
