@@ -123,7 +123,7 @@ private:
     const int home = max(peer.rank, 0);
     const int rank_ordinal = slots.first_slot >= 0 ? movement_.rank_ordinal_of_slot(slots.first_slot) : 0;
     TermBatch<T> batch{SlotBatch::room_for(args_.top_k)};
-    batch.row = rows_.row_at(max(slots.slot, 0), whole_);
+    batch.row = rows_.row_at(args_.row_of_slot(max(slots.slot, 0)), whole_);
     batch.weight = rows_.weight_of(slots.slot);
     batch.size = slots.size;
     if (params_.weight_grads != nullptr)
@@ -168,8 +168,8 @@ private:
       for (int i = 0; i < whole_.count; ++i)
         if (!call_.is_ready(ready_flag + i)) awaited = route.rank;
     }
-    const T* const row =
-        is_own ? rows_.row_at(route.slot, whole_) : rows_.staged_sum(call_.rank(), token, rank_ordinal, whole_);
+    const T* const row = is_own ? rows_.row_at(args_.row_of_slot(route.slot), whole_)
+                                : rows_.staged_sum(call_.rank(), token, rank_ordinal, whole_);
     const TermBatch<T> batch =
         batch_of_routes(room, is_own, is_peer, rank_ordinal, row, rows_.weight_of(is_own ? route.slot : -1));
 

@@ -125,7 +125,7 @@ private:
     for (unsigned left = __ballot_sync(~0u, slot >= 0 ? 1 : 0); left != 0; left &= left - 1) {
       const int one = lowest_bit(left);
       begin_copy_row_to_destinations(
-          pipeline_, reinterpret_cast<const std::byte*>(rows_.row_at(from_lane(slot, one), split)),
+          pipeline_, reinterpret_cast<const std::byte*>(rows_.row_at(row_of(from_lane(slot, one)), split)),
           split.size * static_cast<int64_t>(sizeof(T)),
           lane() == one ? reinterpret_cast<std::byte*>(rows_.staged_row(home, route, split)) : nullptr);
     }
@@ -200,7 +200,7 @@ private:
   // Returns the row of the receive tensors that a slot of this rank is.
   __device__ int64_t row_of(int32_t slot) const {
     if constexpr (Sums::kTakesRankMajor) return movement_.row_of_slot(slot);
-    return slot;
+    return args_.row_of_slot(slot); // see LlGather::is_rank_major()
   }
 
   __device__ void collect_weight_grads(int64_t token, const WarpRoutes& routes, uint64_t live) const {

@@ -11,8 +11,9 @@ namespace epx::cuda {
 // The gradient of the weight of route k of the token in a slot of this rank.
 template <bool kRankMajor>
 __device__ inline float weight_grad_of(const GatherParams& params, const Movement& movement, int32_t slot, int k) {
-  if constexpr (kRankMajor) return params.weight_grads[movement.row_of_slot(slot) * params.call.top_k + k];
-  return params.weight_grads[slot];
+  const MovementCall& call = params.call;
+  if constexpr (kRankMajor) return params.weight_grads[movement.row_of_slot(slot) * call.top_k + k];
+  return params.weight_grads[call.is_rank_major() ? call.row_of_slot(slot) * call.top_k + k : slot]; // see LlGather
 }
 
 // Rank-major: calls send(k, gradient) for each k of the row in a slot that goes to this rank. The lanes share the k.
