@@ -26,6 +26,12 @@ struct Launcher {
   AllocationPlace place_of(const MovementCall& call, const std::byte* rows) const;
 };
 
+// Call has format_tensors.
+template <typename Call>
+SenderWork sender_work_of(const Call& call) {
+  return call.format.is_quantised() && call.format_tensors.scales == nullptr ? SenderWork::quantises : SenderWork::copies;
+}
+
 // launch_dispatch and so on, one for each stage.
 #define EPX_STAGE(NUMBER, name, first_bytes, Call, stage)                                                                  \
   cudaError_t launch_##stage(const Launcher& launcher, const Call& call);

@@ -26,8 +26,13 @@ int default_sms(const Tuning& tuning, int sms_of_gpu) {
 // wire would delay the stores of receivers on the same SM. There are no more senders than fill the wire: the fewer rows are in
 // flight at a time, the earlier the first ones arrive, and the less work is left to receivers when the last ones have arrived.
 // In a smaller grid there are fewer sender blocks, so that most are left to receivers, which have more to do. In the smallest
-// ones all blocks send and receive, and whoever has no more to send or to signal receives.
-WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWork receivers) {
+// ones all blocks send and receive, and whoever has no more to send or to signal receives. Senders that quantise rows have more
+// work than the wire.
+WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWork receivers, SenderWork work) {
+  if (work == SenderWork::quantises)
+    return blocks >= tuning.split_grid
+               ? WarpRoleCounts{blocks * tuning.quantising_sender_eighths / 8, tuning.quantising_sender_warps, 1, false}
+               : WarpRoleCounts{blocks, tuning.quantising_sender_warps, 1, true};
   if (blocks >= tuning.full_grid) {
     const int senders = receivers == ReceiverWork::rows ? tuning.scatter_row_senders : tuning.scatter_senders;
     return {tuning.scatter_sender_blocks, std::min(senders / tuning.scatter_sender_blocks, tuning.scatter_sender_warps), 1,
@@ -40,7 +45,8 @@ WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWor
 
 // The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many
 // warps as the wire has use for, which receive in the end. At least one warp of each block receives from the beginning.
-WarpRoleCounts rank_major_role_counts(const Tuning& tuning, int blocks) {
+WarpRoleCounts rank_major_role_counts(const Tuning& tuning, int blocks, SenderWork work) {
+  if (work == SenderWork::quantises) return {blocks, tuning.quantising_sender_warps, 1, true};
   const int senders = std::max(tuning.rank_major_senders / blocks, tuning.mixed_sender_warps);
   return {blocks, std::min(senders, tuning.rank_major_sender_warps), 1, true};
 }
@@ -259,15 +265,15 @@ bool LaunchPlan::has_ht_prepare_dispatch(int64_t route_bytes) const {
 
 HtPrepareDispatchGrid LaunchPlan::next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream) {
   const int blocks = prepare_dispatch_blocks_;
-  const WarpRoleCounts role_counts = scatter_role_counts(tuning_, blocks, ReceiverWork::rows);
+  const WarpRoleCounts role_counts = scatter_role_counts(tuning_, blocks, ReceiverWork::rows, SenderWork::copies);
   const int64_t tiles = (tokens * top_k + prepare_threads() - 1) / prepare_threads();
   const int most = std::min(blocks - role_counts.sender_blocks, prepare_blocks_); // senders begin at once
   const int prepare = static_cast<int>(std::clamp<int64_t>(tiles, kMinPrepareBlocks, most));
   return {next(blocks, kMovementThreads, prepare_dispatch_shared_bytes_, stream), role_counts, prepare};
 }
 
-MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, ReceiverWork receivers,
-                                      cudaStream_t stream) {
+MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, SenderWork senders,
+                                      ReceiverWork receivers, cudaStream_t stream) {
   int blocks = scatter_blocks_;
   if (pad_alignment <= 1) { // an aligned zone has many pads, however few the tokens are
     blocks = movement_blocks(tokens, row_bytes, scatter_blocks_);
@@ -275,8 +281,8 @@ MovementGrid LaunchPlan::next_scatter(int64_t tokens, int64_t row_bytes, int pad
     const int room = room_beside_last(stream);
     if (may_take_ll_path(tokens) && room < blocks && 4 * room >= 3 * blocks) blocks = room;
   }
-  WarpRoleCounts role_counts = receivers == ReceiverWork::routes ? rank_major_role_counts(tuning_, blocks)
-                                                                 : scatter_role_counts(tuning_, blocks, receivers);
+  WarpRoleCounts role_counts = receivers == ReceiverWork::routes ? rank_major_role_counts(tuning_, blocks, senders)
+                                                                 : scatter_role_counts(tuning_, blocks, receivers, senders);
   role_counts.ll_senders =
       receivers == ReceiverWork::sums ? ll_gather_senders(tuning_, blocks) : ll_scatter_senders(tuning_, blocks, shape_);
   return {next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts};

@@ -40,6 +40,8 @@ struct WarpRoleCounts {
 // they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only
 // where these do not come in place.
 enum class ReceiverWork { rows, sums, routes };
+// What the senders do with a row.
+enum class SenderWork { copies, quantises };
 // Threads of each block of scatter and gather, and of the kernel of gather that takes batches of tokens. With three warps
 // instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and the loads of
 // a whole long h-tile from shared memory are in flight.
@@ -111,8 +113,8 @@ public:
   // many bytes when each is counted once for each of the token's routes.
   bool has_ht_prepare_dispatch(int64_t route_bytes) const;
   HtPrepareDispatchGrid next_ht_prepare_dispatch(int64_t tokens, int top_k, cudaStream_t stream);
-  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, ReceiverWork receivers,
-                            cudaStream_t stream);
+  MovementGrid next_scatter(int64_t tokens, int64_t row_bytes, int pad_alignment, SenderWork senders,
+                            ReceiverWork receivers, cudaStream_t stream);
   // Returns whether a scatter on so many blocks is to stage its rows even where they could be written in place.
   bool stages_rows(int blocks, int64_t row_bytes) const;
   // Takes batches of tokens where that pays, if the call can.

@@ -170,7 +170,7 @@ cudaError_t launch(const Launcher& launcher, const Call& call, const GatherTenso
   const CallDescriptor descriptor = describe(call, kNotRegistered);
   if (call.format.is_quantised()) return launch_quantised_gather(launcher, call, descriptor, tensors);
   const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
-                                                              ReceiverWork::sums, launcher.stream);
+                                                              SenderWork::copies, ReceiverWork::sums, launcher.stream);
   const GatherParams params{make_movement_params(launcher.group, role_counts, call, descriptor), tensors};
   if (call.dtype == EPX_FLOAT32) return launch_cooperative(&rank_major_gather_kernel<float>, grid, launcher.stream, params);
   if (call.dtype == EPX_FLOAT16)

@@ -215,8 +215,8 @@ template <typename Operation>
 cudaError_t launch(const Launcher& launcher, const Operation& operation, const CallDescriptor& descriptor) {
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
-  const auto [grid, role_counts] =
-      launcher.plan.next_scatter(call.num_tokens, operation.row_bytes, alignment, ReceiverWork::rows, launcher.stream);
+  const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, operation.row_bytes, alignment,
+                                                              sender_work_of(call), ReceiverWork::rows, launcher.stream);
   MovementParams movement = make_movement_params(launcher.group, role_counts, call, descriptor);
   if (!call.is_rank_major() && launcher.plan.stages_rows(grid.blocks, operation.row_bytes))
     movement.descriptor.stages_rows = 1;
