@@ -924,7 +924,7 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
  *
  * On GPUs the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at
- * most a limit of the group, and the call has no format. It takes the high-throughput path otherwise, however few the
+ * most a limit of the group. It takes the high-throughput path otherwise, however few the
  * tokens are: for few tokens, choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
  * than 80 SMs for the call.
  *

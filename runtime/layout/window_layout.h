@@ -9,12 +9,14 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 
 #include "base/checked_math.h"
 #include "base/dtypes.h"
 #include "base/operations.h"
 #include "runtime/config.h"
 #include "runtime/formats/row_format.h"
+#include "runtime/formats/scale_layout.h"
 #include "transport/peer_window.h"
 
 namespace epx {
@@ -116,6 +118,41 @@ static_assert(kLlChunkPackets % kLlLinePackets == 0 &&
               kRegionAlignment % (kLlLinePackets * sizeof(LlPacket16)) == 0); // of lines
 constexpr int64_t ll_chunks_of(int64_t row_bytes) {
   return (row_bytes + kLlChunkBytes - 1) / kLlChunkBytes;
+}
+
+// A chunk of a quantised row is the WireRow of a part of its elements, so that a receiver needs no other chunk. Returns how many
+// elements a part has but for the last one: whole blocks, a multiple of four of them where scales are bytes, which are then
+// copied by words.
+constexpr int ll_part_elements(const WireFormat& format) {
+  switch (format.scaling) {
+  case EPX_SCALING_NV:
+    return 2688;
+  case EPX_SCALING_BLOCK128_POW2:
+    return format.scales == EPX_FLOAT32 ? 1408 : 1024;
+  default:
+    return 1408;
+  }
+}
+constexpr int64_t ll_chunks_of(const WireFormat& format, int64_t hidden) {
+  return (hidden + ll_part_elements(format) - 1) / ll_part_elements(format);
+}
+static_assert(std::ranges::all_of(
+    std::initializer_list<WireFormat>{{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f},
+                                      {EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f},
+                                      {EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0, 0.0f},
+                                      {EPX_SCALING_MX, EPX_FLOAT8_E5M2, EPX_FLOAT8_E8M0, 0.0f},
+                                      {EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3, 0.0f}},
+    [](const WireFormat& format) {
+      const int elements = ll_part_elements(format);
+      return WireRow(format, elements).bytes <= kLlChunkBytes && elements % format.block() == 0 &&
+             (format.scales == EPX_FLOAT32 || elements / format.block() % ScaleLayout::kPerWord == 0);
+    }));
+// Returns how many chunks a row of a group takes at most. `dtype` is its max_token_dtype, of which a row has `bytes` bytes.
+constexpr int64_t max_ll_chunks(epx_dtype dtype, int64_t hidden, int64_t bytes) {
+  const WireFormat most_chunks = dtype == EPX_FLOAT4_E2M1
+                                     ? WireFormat{EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3, 0.0f}
+                                     : WireFormat{EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0, 0.0f};
+  return std::max(ll_chunks_of(bytes), ll_chunks_of(most_chunks, hidden));
 }
 
 // Returns to how many other ranks a row may go; at least 1.
@@ -307,7 +344,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
 
   layout.ll_tokens = max_ll_tokens(shape);
   layout.gathered_routes_per_rank = kMaxGatheredRoutes / ranks;
-  layout.ll_row_chunks = ll_chunks_of(max_row_bytes);
+  layout.ll_row_chunks = max_ll_chunks(shape.max_token_dtype, shape.hidden_dim, max_row_bytes);
   layout.ll_chunks = layout.ll_row_chunks + ll_chunks_of(layout.sidecar_stride);
 
   append(layout.abort_record, 1, sizeof(Flag));

@@ -232,6 +232,15 @@ TEST_CASE("row formats: a group for rows of 8 or 4 bits takes wide tokens, and g
   }
 }
 
+// On GPUs prepare_dispatch of rows with a format has no low-latency path then.
+TEST_CASE("row formats: a group of more than 1024 experts") {
+  GroupCase group = group_of_formats(144, 6);
+  group.num_experts = 1040;
+  const FormatRow rows[] = {{mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kRowwise}), EPX_BFLOAT16, 144, 1},
+                            {block128(kOnWire, {}), EPX_FLOAT32, 144, 1}};
+  run_formats(group, rows);
+}
+
 TEST_CASE("row formats: in the slots of a rank without routes, rows and scales become zero") {
   if (launcher().num_ranks() == 1) return; // a rank whose handle memory is wrong writes nothing
   const FormatRow rows[] = {

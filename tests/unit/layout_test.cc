@@ -231,6 +231,32 @@ TEST_CASE("LL staging: a place for each chunk, apart by parity, within its regio
   CHECK(ll_tokens(2) == epx::kMinLlTokens); // the routing all-gather carries 64 tokens of 64 routes
 }
 
+TEST_CASE("LL chunks of quantised rows: parts of whole blocks, which the staging of their group has room for") {
+  const epx::WireFormat block128{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0F};
+  const epx::WireFormat pow2{EPX_SCALING_BLOCK128_POW2, EPX_FLOAT8_E4M3, EPX_FLOAT8_E8M0, 0.0F};
+  const epx::WireFormat mx{EPX_SCALING_MX, EPX_FLOAT8_E5M2, EPX_FLOAT8_E8M0, 0.0F};
+  const epx::WireFormat nv{EPX_SCALING_NV, EPX_FLOAT4_E2M1, EPX_FLOAT8_E4M3, 0.0F};
+  CHECK(epx::ll_chunks_of(block128, 7168) == 6); // of 1408 elements and 11 scales
+  CHECK(epx::ll_chunks_of(pow2, 7168) == 7);     // of 1024 elements and 8 scales
+  CHECK(epx::ll_chunks_of(mx, 7168) == 6);
+  CHECK(epx::ll_chunks_of(nv, 7168) == 3);
+  CHECK(epx::ll_chunks_of(nv, 2) == 1);
+  const auto row_chunks = [](epx_dtype max_token_dtype, int hidden) {
+    epx_group_config config = small_config();
+    config.max_token_dtype = max_token_dtype;
+    config.hidden_dim = hidden;
+    return epx::make_window_layout(epx::resolve(config, 4), epx::WindowAccess::by_kernels).ll_row_chunks;
+  };
+  for (const int hidden : {1, 100, 1024, 1026, 2880, 7168, 14336}) {
+    CAPTURE(hidden);
+    CHECK(row_chunks(EPX_FLOAT8_E4M3, hidden) >= epx::ll_chunks_of(pow2, hidden));
+    CHECK(row_chunks(EPX_FLOAT8_E5M2, hidden) >= epx::ll_chunks_of(mx, hidden));
+    CHECK(row_chunks(EPX_BFLOAT16, hidden) >= epx::ll_chunks_of(pow2, hidden));
+    if (hidden % 2 == 0) CHECK(row_chunks(EPX_FLOAT4_E2M1, hidden) >= epx::ll_chunks_of(nv, hidden));
+  }
+  CHECK(row_chunks(EPX_BFLOAT16, 7168) == 10); // as of plain rows
+}
+
 TEST_CASE("on few SMs fewer tokens take the low-latency path, and fewer routes are gathered") {
   epx_group_config config = small_config();
   config.max_tokens_per_rank = 4096;

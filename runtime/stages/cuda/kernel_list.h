@@ -20,8 +20,9 @@ size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in Devi
 constexpr int kMaxPlanBlocks = 256;
 static_assert(kMaxPrepareBlocks <= kMaxPlanBlocks);
 
-const void* prepare_dispatch_kernel_address();    // its blocks have the threads of a movement's
-const void* ht_prepare_dispatch_kernel_address(); // as the one before
+// Those of prepare_dispatch: their blocks have the threads of a movement's.
+std::vector<const void*> ll_prepare_dispatch_kernels();
+const void* ht_prepare_dispatch_kernel_address();
 size_t prepare_dispatch_shared_bytes(int num_experts);
 size_t plan_packet_words(const GroupShape& shape); // LL packets in DeviceGroup::plan_packets
 

@@ -174,18 +174,19 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_c
   const int blocks = blocks_per_sm(prepare_kernel_address(true), prepare_threads(), prepare_shared_bytes_);
   prepare_blocks_ = std::min(kMaxPrepareBlocks, num_sms_ * blocks);
   prepare_dispatch_shared_bytes_ = cuda::prepare_dispatch_shared_bytes(shape.num_experts);
-  if (const size_t max_bytes =
-          std::min(load(prepare_dispatch_kernel_address(), device), load(ht_prepare_dispatch_kernel_address(), device));
-      prepare_dispatch_shared_bytes_ > max_bytes)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "epx_group_config.num_experts is {}; prepare_dispatch needs {} bytes of shared memory for them, and "
-         "this GPU has {}",
-         shape.num_experts, prepare_dispatch_shared_bytes_, max_bytes);
-  prepare_dispatch_blocks_ =
-      num_sms_ *
-      std::min({kMovementBlocksPerSm,
-                blocks_per_sm(prepare_dispatch_kernel_address(), kMovementThreads, prepare_dispatch_shared_bytes_),
-                blocks_per_sm(ht_prepare_dispatch_kernel_address(), kMovementThreads, prepare_dispatch_shared_bytes_)});
+  std::vector<const void*> prepare_dispatch_kernels = ll_prepare_dispatch_kernels();
+  prepare_dispatch_kernels.push_back(ht_prepare_dispatch_kernel_address());
+  int prepare_dispatch_per_sm = kMovementBlocksPerSm;
+  for (const void* kernel : prepare_dispatch_kernels) {
+    if (const size_t max_bytes = load(kernel, device); prepare_dispatch_shared_bytes_ > max_bytes)
+      fail(EPX_ERROR_UNSUPPORTED,
+           "epx_group_config.num_experts is {}; prepare_dispatch needs {} bytes of shared memory for them, and "
+           "this GPU has {}",
+           shape.num_experts, prepare_dispatch_shared_bytes_, max_bytes);
+    prepare_dispatch_per_sm =
+        std::min(prepare_dispatch_per_sm, blocks_per_sm(kernel, kMovementThreads, prepare_dispatch_shared_bytes_));
+  }
+  prepare_dispatch_blocks_ = num_sms_ * prepare_dispatch_per_sm;
   load(abort_kernel_address(), device);
   for (const void* kernel : checksum_kernels())
     load(kernel, device);

@@ -24,18 +24,18 @@ namespace epx::cuda {
 namespace {
 
 // Returns the number of the block among those that have warp roles.
-__device__ __forceinline__ int block_of_roles(const PrepareDispatchParams& params) {
+__device__ __forceinline__ int block_of_roles(const PrepareDispatchParams<PlainRows>& params) {
   const unsigned prepare = params.blocks.prepare;
   return static_cast<int>(blockIdx.x >= prepare ? blockIdx.x - prepare : blockIdx.x + gridDim.x - prepare);
 }
 
 // Returns how often the grid calls CallSession::sent(): each block that prepares does once, and each signal warp.
-__device__ __forceinline__ unsigned num_senders(const PrepareDispatchParams& params) {
+__device__ __forceinline__ unsigned num_senders(const PrepareDispatchParams<PlainRows>& params) {
   return params.blocks.prepare + static_cast<unsigned>(params.role_counts.sender_blocks * params.role_counts.signal_warps);
 }
 
 // Returns false, the same in all threads of the block, when the group has failed.
-__device__ __forceinline__ bool prepare(const PrepareDispatchParams& params, const CallSession& call) {
+__device__ __forceinline__ bool prepare(const PrepareDispatchParams<PlainRows>& params, const CallSession& call) {
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
   begin_prepare(call, params.descriptor, shared);
   const PrepareRole role{params.blocks.prepare, num_senders(params), false, nullptr};
@@ -51,7 +51,7 @@ __device__ __forceinline__ bool prepare(const PrepareDispatchParams& params, con
   return true;
 }
 
-__device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
+__device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams<PlainRows>& params) {
   const CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
   if (!(blockIdx.x < params.blocks.prepare ? prepare(params, call) : call.enter(params.descriptor))) return;
   TmaRowPipeline pipeline = pipeline_of_warp();
@@ -72,7 +72,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
 }
 
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
-    ht_prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams params) {
+    ht_prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams<PlainRows> params) {
   pdl_wait(params);
   prepare_dispatch(params);
   leave(params.group);
@@ -84,7 +84,8 @@ const void* ht_prepare_dispatch_kernel_address() {
   return reinterpret_cast<const void*>(&ht_prepare_dispatch_kernel);
 }
 
-cudaError_t launch_ht_prepare_dispatch(const PrepareDispatchParams& params, const Grid& grid, cudaStream_t stream) {
+cudaError_t launch_ht_prepare_dispatch(const PrepareDispatchParams<PlainRows>& params, const Grid& grid,
+                                       cudaStream_t stream) {
   return launch_cooperative(&ht_prepare_dispatch_kernel, grid, stream, params);
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any
 // slot is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A
-// rank with more tokens takes the kernel of ht_prepare_dispatch.cu where staging is keyed by (source, token) and that kernel
-// pays (LaunchPlan::has_ht_prepare_dispatch()); otherwise it takes two kernels, prepare's and then scatter's
+// rank with more tokens takes the kernel of ht_prepare_dispatch.cu where staging is keyed by (source, token), rows have no format,
+// and that kernel pays (LaunchPlan::has_ht_prepare_dispatch()); otherwise it takes two kernels, prepare's and then scatter's
 // (launch_first_half, launch_second_half), which make one call. Each rank learns from the descriptors which path its peers have
 // taken, so the ranks of a call may take different ones.
 //
@@ -41,14 +41,15 @@ __device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
 }
 
 // The rows of a rank with few tokens: a warp takes a chunk of a row at a time.
-template <bool kUnaligned>
+template <typename Format, bool kUnaligned>
 class LlRowsOfNewPlan {
-  using Rows = LlRows<kUnaligned>;
+  using Params = PrepareDispatchParams<Format>;
+  using Rows = LlRows<typename Format::template LlChunks<kUnaligned>>;
 
 public:
-  __device__ LlRowsOfNewPlan(const PrepareDispatchParams& params, const CallSession& call)
+  __device__ LlRowsOfNewPlan(const Params& params, const CallSession& call)
       : params_(params), args_(params.operation.call), layout_(params.group.context.layout), call_(call),
-        rows_(params.group, call, args_),
+        rows_(params.group, call, args_, ll_scratch_of_warp()),
         partition_(call, num_copy_warps(), static_cast<int>(params.blocks.first_of_rows),
                    params.blocks.first_of_rows > 0 && call.num_ranks() > 1 ? tiles_to_send() : 0,
                    params.role_counts.ll_senders) {}
@@ -161,7 +162,7 @@ private:
            rows_.receive_weights(source, token, found.slots, true, Rows::k_of_place);
   }
 
-  const PrepareDispatchParams& params_;
+  const Params& params_;
   const DispatchCall& args_;
   const WindowLayout& layout_;
   const CallSession& call_;
@@ -170,17 +171,18 @@ private:
 };
 
 // Behind the entry barrier: returns whether all ranks have sent LL lines, and exchange their routes.
-__device__ __forceinline__ bool all_ranks_send_ll(const PrepareDispatchParams& params, const CallSession& call) {
+template <typename Format>
+__device__ __forceinline__ bool all_ranks_send_ll(const PrepareDispatchParams<Format>& params, const CallSession& call) {
   bool all = !call.forces_ht_path();
 #pragma unroll 1
   for (int rank = 0; rank < call.num_ranks(); ++rank)
-    all &= sends_ll_rows(params.group.context.layout, call.descriptors().num_tokens[rank], params.call.top_k);
+    all &= sends_ll_lines<Format>(params.group.context, call.descriptors().num_tokens[rank], params.call.top_k);
   return all;
 }
 
-template <bool kUnaligned>
-__device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params, const CallSession& call) {
-  const LlRowsOfNewPlan<kUnaligned> rows(params, call);
+template <bool kUnaligned, typename Format>
+__device__ __forceinline__ void receive_rows(const PrepareDispatchParams<Format>& params, const CallSession& call) {
+  const LlRowsOfNewPlan<Format, kUnaligned> rows(params, call);
   if (!rows.is_pad_warp()) {
     rows.receive();
     return;
@@ -194,15 +196,18 @@ __device__ __forceinline__ void receive_rows(const PrepareDispatchParams& params
   pipeline.finish();
 }
 
-__device__ __noinline__ void send_unaligned_rows(const PrepareDispatchParams& params, const CallSession call) {
-  LlRowsOfNewPlan<true>(params, call).send();
+template <typename Format>
+__device__ __noinline__ void send_unaligned_rows(const PrepareDispatchParams<Format>& params, const CallSession call) {
+  LlRowsOfNewPlan<Format, true>(params, call).send();
 }
-__device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams& params, const CallSession call) {
+template <typename Format>
+__device__ __noinline__ void receive_unaligned_rows(const PrepareDispatchParams<Format>& params, const CallSession call) {
   receive_rows<true>(params, call);
 }
 
 // Some rank has many tokens, and its rows come with ready flags.
-__device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& params, const CallSession call) {
+template <typename Format>
+__device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams<Format>& params, const CallSession call) {
   const auto first_block = static_cast<int>(params.blocks.first_of_rows);
   const WarpAssignment warp{partition_warps(0, kMovementWarps, first_block, static_cast<int>(gridDim.x) - first_block),
                             WarpRole::receive};
@@ -210,7 +215,8 @@ __device__ __noinline__ void receive_mixed_rows(const PrepareDispatchParams& par
   receive_by_plan(params, call, pipeline, warp);
 }
 
-__device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& params) {
+template <typename Format>
+__device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams<Format>& params) {
   // Nearly all shared memory is dynamic, so that movements have their pipelines there.
   PrepareShared& shared = *dynamic_shared_memory<PrepareShared>();
   CallSession call(params.group, EPX_OP_PREPARE_DISPATCH);
@@ -227,7 +233,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (has_unaligned_rows(params.operation.call))
       send_unaligned_rows(params, call);
     else
-      LlRowsOfNewPlan<false>(params, call).send();
+      LlRowsOfNewPlan<Format, false>(params, call).send();
   }
   if (prepares) {
     if (!publish(c)) return;
@@ -250,7 +256,7 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
     if (part.has_totals && threadIdx.x == 0) report_events(call.context(), params, call.descriptors(), true);
   }
   // Of many rows, the blocks that prepare receive some afterwards.
-  if (!moves_rows && !(all_ll && LlRowsOfNewPlan<false>(params, call).has_helpers())) return;
+  if (!moves_rows && !(all_ll && LlRowsOfNewPlan<Format, false>(params, call).has_helpers())) return;
   if (!all_ll) {
     if (!prepares) {
       // The pipelines need the shared memory in which the warps have their descriptors, so the block enters once more, as a
@@ -266,8 +272,9 @@ __device__ __forceinline__ void prepare_dispatch(const PrepareDispatchParams& pa
   }
 }
 
+template <typename Format>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
-    prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams params) {
+    prepare_dispatch_kernel(const __grid_constant__ PrepareDispatchParams<Format> params) {
   pdl_wait(params);
   prepare_dispatch(params);
   leave(params.group);
@@ -275,8 +282,9 @@ __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
 
 } // namespace
 
-const void* prepare_dispatch_kernel_address() {
-  return reinterpret_cast<const void*>(&prepare_dispatch_kernel);
+std::vector<const void*> ll_prepare_dispatch_kernels() {
+  return {reinterpret_cast<const void*>(&prepare_dispatch_kernel<PlainRows>),
+          reinterpret_cast<const void*>(&prepare_dispatch_kernel<QuantisedRows>)};
 }
 size_t prepare_dispatch_shared_bytes(int num_experts) {
   return std::max(movement_shared_bytes(), sizeof(PrepareShared) + dynamic_shared_bytes(num_experts));
@@ -285,18 +293,29 @@ size_t plan_packet_words(const GroupShape& shape) {
   return kMaxPlanBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
 }
 
-cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispatchCall& call) {
+static_assert(sizeof(PrepareShared) + dynamic_shared_bytes(kMaxQuantisedLlExperts) <= kLlScratchOffset);
+
+namespace {
+
+template <typename Format>
+cudaError_t launch(const Launcher& launcher, const PrepareDispatchCall& call) {
   const DispatchCall& dispatch = call.dispatch;
-  const GroupShape& shape = launcher.group.context.shape;
+  const GroupContext& context = launcher.group.context;
   const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
   const CallDescriptor descriptor = describe(call, launcher.place_of(dispatch, dispatch.recv_tokens));
   MovementParams movement = make_movement_params(launcher.group, {}, dispatch, descriptor);
-  const ExpertRanks experts(ExpertBlocks{shape.num_experts, shape.num_ranks});
-  if (dispatch.format.is_quantised() ||
-      !sends_ll_rows(launcher.group.context.layout, dispatch.num_tokens, dispatch.top_k)) {
-    const int64_t route_bytes = dispatch.num_tokens * dispatch.top_k * row_bytes;
-    if (!dispatch.format.is_quantised() && launcher.group.context.layout.scatter_by_token &&
-        launcher.plan.has_ht_prepare_dispatch(route_bytes)) {
+  const ExpertRanks experts(ExpertBlocks{context.shape.num_experts, context.shape.num_ranks});
+  if (sends_ll_lines<Format>(context, dispatch.num_tokens, dispatch.top_k)) {
+    const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
+    const auto [grid, blocks, ll_senders] =
+        launcher.plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, launcher.stream);
+    movement.role_counts.ll_senders = ll_senders;
+    const PrepareDispatchParams<Format> params{{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks};
+    return launch_cooperative(&prepare_dispatch_kernel<Format>, grid, launcher.stream, params);
+  }
+  if constexpr (Format::kIsReceiveFormat) {
+    if (context.layout.scatter_by_token &&
+        launcher.plan.has_ht_prepare_dispatch(dispatch.num_tokens * dispatch.top_k * row_bytes)) {
       const auto [grid, role_counts, prepare] =
           launcher.plan.next_ht_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, launcher.stream);
       movement.role_counts = role_counts;
@@ -305,15 +324,15 @@ cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispa
           {{movement, {{dispatch, row_bytes}}}, call.prepare, experts, {static_cast<unsigned>(prepare), 0}}, grid,
           launcher.stream);
     }
-    const cudaError_t error = launch_first_half(launcher, call.prepare, descriptor);
-    return error != cudaSuccess ? error : launch_second_half(launcher, call);
   }
-  const int alignment = dispatch.clears_pads ? dispatch.alignment : 1; // of zones that have pads to clear
-  const auto [grid, blocks, ll_senders] =
-      launcher.plan.next_prepare_dispatch(dispatch.num_tokens, dispatch.top_k, row_bytes, alignment, launcher.stream);
-  movement.role_counts.ll_senders = ll_senders;
-  const PrepareDispatchParams params{{movement, {{dispatch, row_bytes}}}, call.prepare, experts, blocks};
-  return launch_cooperative(&prepare_dispatch_kernel, grid, launcher.stream, params);
+  const cudaError_t error = launch_first_half(launcher, call.prepare, descriptor);
+  return error != cudaSuccess ? error : launch_second_half(launcher, call);
+}
+
+} // namespace
+
+cudaError_t launch_prepare_dispatch(const Launcher& launcher, const PrepareDispatchCall& call) {
+  return call.dispatch.format.is_quantised() ? launch<QuantisedRows>(launcher, call) : launch<PlainRows>(launcher, call);
 }
 
 } // namespace epx::cuda

@@ -12,16 +12,19 @@ namespace epx::cuda {
 
 static_assert(kThreads == kMovementThreads);
 
-struct PrepareDispatchParams : ScatterParams<MixedDispatch<PlainRows>> {
+template <typename Format>
+struct PrepareDispatchParams : ScatterParams<MixedDispatch<Format>> {
   PrepareCall prepare;
   ExpertRanks experts;
   PrepareDispatchBlocks blocks;
 };
 
-cudaError_t launch_ht_prepare_dispatch(const PrepareDispatchParams& params, const Grid& grid, cudaStream_t stream);
+cudaError_t launch_ht_prepare_dispatch(const PrepareDispatchParams<PlainRows>& params, const Grid& grid,
+                                       cudaStream_t stream);
 
 // Returns the rank of the expert of each of a token's routes; -1: it is masked, its index is bad, or there is no such route.
-__device__ inline PerRoute<int> ranks_by_experts(const PrepareDispatchParams& params, int64_t token) {
+template <typename Format>
+__device__ inline PerRoute<int> ranks_by_experts(const PrepareDispatchParams<Format>& params, int64_t token) {
   const int top_k = params.call.top_k;
   const auto rank_of = [&](int k) {
     if (k >= top_k) return -1;
@@ -32,7 +35,8 @@ __device__ inline PerRoute<int> ranks_by_experts(const PrepareDispatchParams& pa
 }
 
 // A warp receives rows once the whole plan is there, which the first blocks of the grid make: from each source by its own path.
-__device__ __forceinline__ void receive_by_plan(const PrepareDispatchParams& params, const CallSession& call,
+template <typename Format>
+__device__ __forceinline__ void receive_by_plan(const PrepareDispatchParams<Format>& params, const CallSession& call,
                                                 TmaRowPipeline& pipeline, const WarpAssignment& warp) {
   if (!wait_for_plan_parts(params.group, call, 0, static_cast<int>(params.blocks.prepare))) return;
   const Movement movement(params, call);
@@ -40,7 +44,7 @@ __device__ __forceinline__ void receive_by_plan(const PrepareDispatchParams& par
   const Scatter scatter(params, movement, pipeline);
   if (params.operation.clears_pads()) scatter.clear_pads(warp);
   scatter.receive(warp);
-  receive_ll_peers(params, call, warp);
+  receive_ll_peers(params, call, warp, pipeline);
 }
 
 } // namespace epx::cuda

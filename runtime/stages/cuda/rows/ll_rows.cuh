@@ -11,60 +11,64 @@
 
 #include "runtime/stages/cuda/ll_work_partition.cuh"
 #include "runtime/stages/cuda/movement.cuh"
-#include "runtime/stages/cuda/rows/ll_row.cuh"
-#include "runtime/stages/cuda/rows/row_format.cuh"
+#include "runtime/stages/cuda/rows/ll_chunks.cuh"
 #include "runtime/stages/cuda/rows/staging.cuh"
+#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 
 namespace epx::cuda {
 
 // Where the low-latency path has pads to clear, the last kPadWarps warps of each CTA clear them. Their TMA row pipelines lie
-// behind the descriptors that each warp reads for itself (enter_warp).
+// behind what the other warps have in the shared memory of their own: the descriptors that each reads for itself (enter_warp),
+// or what prepare needs, and, before those pipelines, a chunk for each warp.
 constexpr int kPadWarps = 4;
-static_assert((kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes >= kMovementWarps * sizeof(PeerDescriptors));
+constexpr int64_t kLlScratchOffset =
+    (kMovementWarps - kPadWarps) * TmaRowPipeline::kStagesBytes - kMovementWarps * kLlChunkBytes;
+static_assert(kLlScratchOffset >= static_cast<int64_t>(kMovementWarps * sizeof(PeerDescriptors)));
+// In groups of more experts prepare_dispatch of quantised rows has no low-latency path: prepare needs the shared memory.
+constexpr int kMaxQuantisedLlExperts = 1024;
+// The calling warp's, kLlChunkBytes.
+__device__ inline std::byte* ll_scratch_of_warp() {
+  return dynamic_shared_memory<std::byte>() + kLlScratchOffset + threadIdx.x / kWarp * kLlChunkBytes;
+}
 
 __host__ __device__ inline bool has_unaligned_rows(const DispatchCall& call) {
   const auto bits = [](const void* place) { return reinterpret_cast<uint64_t>(place); };
-  return is_unaligned(bits(call.tokens) | bits(call.recv_tokens), row_bytes(call.dtype, call.hidden)) ||
+  const uint64_t rows = bits(call.tokens) | bits(call.recv_tokens);
+  // Codes of so many elements are a vector.
+  const int vector = static_cast<int>(kRowAlignment) << (call.format.elements == EPX_FLOAT4_E2M1 ? 1 : 0);
+  const bool is_unaligned_row = call.format.is_quantised() ? is_unaligned(rows, 0) || (call.hidden & (vector - 1)) != 0
+                                                           : is_unaligned(rows, row_bytes(call.dtype, call.hidden));
+  return is_unaligned_row ||
          (call.sidecar_bytes > 0 && is_unaligned(bits(call.sidecar) | bits(call.recv_sidecar), call.sidecar_bytes));
 }
 
-// Says where a chunk of a row or of its sidecar lies.
-struct ChunkRange {
-  uint32_t chunk; // index in staging
-  bool is_sidecar;
-  int64_t row_bytes;
-  int64_t first; // byte of the row or sidecar
-  int bytes;
-};
-
 // Each warp has one. A row of a source is that of a token, or, in the rank-major layout, has a number for each receiver.
-template <bool kUnaligned>
+// Chunks says what the chunks of rows are (ll_chunks.cuh).
+template <typename Chunks>
 class LlRows {
-  using Format = PlainRows;
-
 public:
-  __device__ LlRows(const DeviceGroup& group, const CallSession& call, const DispatchCall& args)
-      : call_(call), args_(args), staging_(group, call.parity()), row_bytes_(row_bytes(args.dtype, args.hidden)),
-        row_chunks_(static_cast<uint32_t>(ll_chunks_of(row_bytes_))),
+  // `scratch` is shared memory of the warp, kLlChunkBytes, which nothing else uses meanwhile.
+  __device__ LlRows(const DeviceGroup& group, const CallSession& call, const DispatchCall& args, std::byte* scratch)
+      : call_(call), args_(args), staging_(group, call.parity()), chunks_(args, scratch), row_chunks_(chunks_.count()),
         num_chunks_(row_chunks_ + static_cast<uint32_t>(ll_chunks_of(args.sidecar_bytes))) {}
 
   // The LL chunks of a row of this call with its sidecar.
   __device__ uint32_t num_chunks() const { return num_chunks_; }
   __device__ ChunkRange range_at(uint32_t index) const {
     const bool is_sidecar = index >= row_chunks_;
-    const uint32_t chunk = is_sidecar ? index - row_chunks_ : index;
-    const int64_t row_bytes = is_sidecar ? args_.sidecar_bytes : row_bytes_;
-    const int64_t first = static_cast<int64_t>(chunk) * kLlChunkBytes;
-    return {chunk + (is_sidecar ? staging_.first_sidecar_chunk() : 0), is_sidecar, row_bytes, first,
-            static_cast<int>(min(row_bytes - first, int64_t{kLlChunkBytes}))};
+    if (!Chunks::kAreCopied && !is_sidecar) return chunks_.range_at(index);
+    ChunkRange range =
+        Bytes::range_at(is_sidecar ? index - row_chunks_ : index, is_sidecar ? args_.sidecar_bytes : chunks_.row_bytes());
+    range.chunk += is_sidecar ? staging_.first_sidecar_chunk() : 0;
+    range.is_sidecar = is_sidecar;
+    return range;
   }
 
   // Loads a chunk of a token of this rank as it travels.
   __device__ LlChunk load(int64_t token, const ChunkRange& range) const {
-    const std::byte* const from = range.is_sidecar ? args_.sidecar : args_.tokens;
-    LlChunk chunk = load_chunk<kUnaligned>(from + token * range.row_bytes + range.first, range.bytes);
-    if (!range.is_sidecar) Format::to_wire(chunk);
-    return chunk;
+    if constexpr (!Chunks::kAreCopied)
+      if (!range.is_sidecar) return chunks_.load(token, range);
+    return Bytes::load(range.is_sidecar ? args_.sidecar : args_.tokens, token, range);
   }
   // Sends a chunk of a token to every peer of `ranks`; row_on(peer) is the number of the row there.
   template <typename RowOn>
@@ -88,13 +92,24 @@ public:
                 call_.epoch());
   }
 
-  // Stores a chunk that has travelled, or might have, into a row of the receive tensors.
-  __device__ __forceinline__ void store(int64_t row, const ChunkRange& range, LlChunk chunk) const {
-    if (!range.is_sidecar) Format::from_wire(chunk);
-    std::byte* const to = range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens;
-    store_chunk<kUnaligned>(to + row * range.row_bytes + range.first, range.bytes, chunk);
+  // Stores a chunk that has travelled, or might have, into a row of the receive tensors, or into those of the slots.
+  __device__ __forceinline__ void store(int64_t row, const ChunkRange& range, const LlChunk& chunk) const {
+    if constexpr (!Chunks::kAreCopied) {
+      if (!range.is_sidecar) {
+        chunks_.store(lane() == 0 ? row : -1, range, chunk);
+        return;
+      }
+    }
+    Bytes::store(range.is_sidecar ? args_.recv_sidecar : args_.recv_tokens, row, range, chunk);
   }
   __device__ void store_into(const LlSlots& slots, const ChunkRange& range, const LlChunk& chunk) const {
+    if constexpr (!Chunks::kAreCopied) {
+      if (!range.is_sidecar) {
+        chunks_.store(slots.low, range, chunk);
+        if (slots.live >> kWarp != 0) chunks_.store(slots.high, range, chunk);
+        return;
+      }
+    }
 #pragma unroll 1
     for (uint64_t left = slots.live; left != 0; left &= left - 1)
       store(slots[lowest_bit(left)], range, chunk);
@@ -137,9 +152,7 @@ public:
       IncomingLlChunk chunk = incoming(source, token, range);
       if (!receive(chunk, source, token, range, [&](const LlChunk& data) { store_into(slots, range, data); })) return false;
     } else {
-      LlChunk zeros{};
-      if (!range.is_sidecar) Format::to_wire(zeros); // store() undoes it
-      store_into(slots, range, zeros);
+      store_into(slots, range, LlChunk{});
     }
     return range.chunk != 0 || args_.recv_weights == nullptr || receive_weights(source, token, slots, sends_rows, k_of);
   }
@@ -149,6 +162,8 @@ public:
   }
 
 private:
+  using Bytes = PlainChunks<Chunks::kIsUnaligned>;
+
   __device__ LlPacket16* staged(int receiver, int source, int64_t row, const ChunkRange& range) const {
     return staging_.chunk(receiver, source, row, range.chunk);
   }
@@ -156,7 +171,7 @@ private:
   const CallSession& call_;
   const DispatchCall& args_;
   LlScatterStaging staging_;
-  int64_t row_bytes_;
+  Chunks chunks_;
   uint32_t row_chunks_, num_chunks_; // of a row of this call, without and with its sidecar
 };
 

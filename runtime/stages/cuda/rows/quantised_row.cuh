@@ -64,15 +64,26 @@ struct LaneWords {
     for (int i = 0; i < kWords; ++i)
       words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
   }
-  // What the row does not have is 0.
+  // What the row does not have is 0. kIsVector: the address of h is aligned to 16 bytes, and the row has all or none of the
+  // lane's elements.
+  template <bool kIsVector>
   __device__ void load(const T* row, int64_t h, int64_t hidden) {
-    T elements[kLaneElements];
+    if constexpr (kIsVector) {
+      uint4 vectors[kWords / 4] = {};
+      if (h < hidden) {
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i)
-      elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
-    memcpy(words, elements, sizeof(words));
+        for (int i = 0; i < kWords / 4; ++i)
+          vectors[i] = reinterpret_cast<const uint4*>(row + h)[i];
+      }
+      memcpy(words, vectors, sizeof(words));
+    } else {
+      T elements[kLaneElements];
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i)
+        elements[i] = h + i < hidden ? row[h + i] : T(0.0f);
+      memcpy(words, elements, sizeof(words));
+    }
   }
-  // kIsVector: the address of h is aligned to 16 bytes, and the row has all or none of the lane's elements.
   template <bool kIsVector>
   __device__ void store(T* row, int64_t h, int64_t hidden) const {
     if constexpr (kIsVector) {
@@ -97,7 +108,7 @@ struct LaneCodes {
   // kIsVector: as in LaneWords, with an address that is aligned to the codes of a lane.
   template <bool kIsVector>
   __device__ void load(const std::byte* row, int64_t h, int64_t hidden, int per_byte) {
-    const int64_t first = h / per_byte, bytes = (hidden + per_byte - 1) / per_byte;
+    const int64_t first = h >> (per_byte - 1), bytes = (hidden + per_byte - 1) >> (per_byte - 1); // of one or of two
     words[0] = words[1] = words[2] = words[3] = 0;
     if constexpr (kIsVector) {
       if (h >= hidden) return;
@@ -112,12 +123,21 @@ struct LaneCodes {
           words[i / 4] |= static_cast<uint32_t>(row[first + i]) << (8 * (i % 4));
     }
   }
+  template <bool kIsVector>
   __device__ void store(std::byte* row, int64_t h, int64_t hidden, int per_byte) const {
-    const int64_t first = h / per_byte, bytes = (hidden + per_byte - 1) / per_byte;
+    const int64_t first = h >> (per_byte - 1), bytes = (hidden + per_byte - 1) >> (per_byte - 1);
+    if constexpr (kIsVector) {
+      if (h >= hidden) return;
+      if (per_byte == 1)
+        *reinterpret_cast<uint4*>(row + first) = uint4{words[0], words[1], words[2], words[3]};
+      else
+        *reinterpret_cast<uint2*>(row + first) = uint2{words[0], words[1]};
+    } else {
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i)
-      if (i < kLaneElements / per_byte && first + i < bytes)
-        row[first + i] = static_cast<std::byte>(words[i / 4] >> (8 * (i % 4)));
+      for (int i = 0; i < kLaneElements; ++i)
+        if (i < kLaneElements / per_byte && first + i < bytes)
+          row[first + i] = static_cast<std::byte>(words[i / 4] >> (8 * (i % 4)));
+    }
   }
 };
 
@@ -238,38 +258,48 @@ __device__ inline int block_shift_of(const WireFormat& format) {
   return __ffs(format.block()) - 1;
 }
 
-// Returns e of a row of NV: the caller's, or the row's own.
-template <typename T>
-__device__ inline float encode_scale_of(const T* row, int64_t hidden, const float* encode_scale) {
+// Returns e of a row of NV: the caller's, or the row's own; 1 in other formats. All lanes call this.
+template <typename T, bool kIsVector>
+__device__ __noinline__ float encode_scale_of(const WireFormat format, const T* row, int64_t hidden,
+                                              const float* encode_scale) {
+  constexpr int kTiles = kIsVector ? 4 : 1; // whose loads are in flight at a time
+  if (!format.has_row_scale()) return 1.0f;
   if (encode_scale != nullptr) return *encode_scale;
   uint32_t amax = 0;
 #pragma unroll 1
-  for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
-    LaneWords<T> words;
-    words.load(row, tile + lane() * kLaneElements, hidden);
-    float x[kLaneElements];
-    words.unpack(x);
+  for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
+    LaneWords<T> words[kTiles];
 #pragma unroll
-    for (float value : x)
-      amax = max(amax, magnitude_if_finite(value));
+    for (int i = 0; i < kTiles; ++i)
+      words[i].template load<kIsVector>(row, first + i * kQuantisedTile + lane() * kLaneElements, hidden);
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      float x[kLaneElements];
+      words[i].unpack(x);
+#pragma unroll
+      for (float value : x)
+        amax = max(amax, magnitude_if_finite(value));
+    }
   }
   return formats::nv_encode_scale(formats::float_of(__reduce_max_sync(~0u, amax)));
 }
 
-// Quantises a row to the places of the lanes that `lanes` has, which have no scales where the row is dequantised again.
-template <typename T>
-__device__ __noinline__ void quantise_row(const WireFormat format, const T* row, int64_t hidden, const float* encode_scale,
+// Quantises a row, or a part of one, to the places of the lanes that `lanes` has, which have no scales where the row is
+// dequantised again. e: encode_scale_of() the row. All lanes call this.
+template <typename T, bool kIsVector>
+__device__ __noinline__ void quantise_row(const WireFormat format, const T* row, int64_t hidden, float e,
                                           const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
   const bool dequantises = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
   const int per_byte = static_cast<int>(elements_per_byte(format.elements));
-  const float e = format.has_row_scale() ? encode_scale_of(row, hidden, encode_scale) : 1.0f;
   const float row_scale = formats::nv_row_scale(e);
   const int block_shift = block_shift_of(format);
+  LaneWords<T> next;
+  next.template load<kIsVector>(row, lane() * kLaneElements, hidden);
 #pragma unroll 1
   for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
     const int64_t h = tile + lane() * kLaneElements;
-    LaneWords<T> words;
-    words.load(row, h, hidden);
+    LaneWords<T> words = next;
+    next.template load<kIsVector>(row, h + kQuantisedTile, hidden); // is in flight meanwhile
     float x[kLaneElements];
     words.unpack(x);
     uint32_t stored = 0;
@@ -278,16 +308,16 @@ __device__ __noinline__ void quantise_row(const WireFormat format, const T* row,
       dequantise_lane(format, codes, formats::scale_value(format.scales, stored, row_scale), x);
       words.pack(x);
     }
-    const bool stores_scale = !dequantises && h % format.block() == 0 && h < hidden;
+    const bool stores_scale = !dequantises && (h & (format.block() - 1)) == 0 && h < hidden;
     const int64_t scale_offset = layout.place_offset(h >> block_shift);
 #pragma unroll 1
     for (unsigned left = lanes; left != 0; left &= left - 1) {
       std::byte* const to = from_lane(own.row, lowest_bit(left));
       std::byte* const scales = from_lane(own.scales, lowest_bit(left));
       if (dequantises)
-        words.template store<false>(reinterpret_cast<T*>(to), h, hidden);
+        words.template store<kIsVector>(reinterpret_cast<T*>(to), h, hidden);
       else
-        codes.store(to, h, hidden, per_byte);
+        codes.template store<kIsVector>(to, h, hidden, per_byte);
       if (stores_scale) store_scale(scales + scale_offset, layout.scale_bytes, stored);
     }
   }
@@ -374,8 +404,8 @@ __device__ __noinline__ void copy_scales(const std::byte* from, int64_t first, i
   const bool is_aligned = (reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(own)) % 4 == 0;
   const bool by_words = layout.scale_bytes == 4 || (has_words && __all_sync(~0u, is_aligned ? 1 : 0) != 0);
   const int bytes = by_words ? 4 : 1; // of what is copied at a time
-  const int scales = bytes / layout.scale_bytes;
-  const int units = count / scales;
+  const int scales = bytes > layout.scale_bytes ? ScaleLayout::kPerWord : 1;
+  const int units = scales > 1 ? count / ScaleLayout::kPerWord : count;
 #pragma unroll 1
   for (int unit = lane(); unit - lane() < units; unit += kWarp) { // the same in all lanes
     const bool has_unit = unit < units;

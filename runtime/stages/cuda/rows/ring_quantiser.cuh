@@ -423,7 +423,9 @@ __device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFo
     if (is_done) return;
     pipeline.finish(); // what the ring has stored of the row comes first
   }
-  quantise_row(format, reinterpret_cast<const T*>(row), hidden, encode_scale, layout, own, lanes);
+  const T* const elements = reinterpret_cast<const T*>(row);
+  quantise_row<T, false>(format, elements, hidden, encode_scale_of<T, false>(format, elements, hidden, encode_scale),
+                         layout, own, lanes);
 }
 
 // Begins to dequantise a row, which lies in staging, to the places of the lanes, each time its weight. pipeline.finish() ends

@@ -9,9 +9,11 @@
 //   begin_receive  from staging into the receive tensors; each lane passes the row's index there beside its address
 //   begin_keep     from the sender's tensor into its own receive tensors, which get what a peer would have got
 //   clear_scales   zeros what the receive tensors have beside the rows that the lanes pass; -1: none
+// On the low-latency path LlChunks says what the chunks of a row are.
 #pragma once
 
-#include "runtime/stages/cuda/rows/ll_row.cuh"
+#include "runtime/stages/cuda/rows/ll_chunks.cuh"
+#include "runtime/stages/cuda/rows/ll_quantised_chunks.cuh"
 #include "runtime/stages/cuda/rows/quantised_row.cuh"
 #include "runtime/stages/cuda/rows/ring_quantiser.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
@@ -28,7 +30,8 @@ public:
 
   // The row travels as the receive tensor has it, so that a sender may store it there.
   static constexpr bool kIsReceiveFormat = true;
-  static constexpr bool kHasLlPath = true;
+  template <bool kUnaligned>
+  using LlChunks = PlainChunks<kUnaligned>;
 
   __device__ static void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*token*/,
                                     std::byte* to) {
@@ -43,13 +46,9 @@ public:
     begin_copy_row_to_destinations(pipeline, from, bytes, to);
   }
   __device__ static void clear_scales(int64_t /*index*/) {}
-
-  // The low-latency path: a chunk of a row in a warp's registers, from the sender's tensor to what travels, and back.
-  __device__ static void to_wire(LlChunk&) {}
-  __device__ static void from_wire(LlChunk&) {}
 };
 
-// A row of 8 or 4 bits with its scales: WireRow. It takes the high-throughput path always.
+// A row of 8 or 4 bits with its scales: WireRow.
 class QuantisedRows {
 public:
   // The call, which has format_tensors, must outlive this.
@@ -58,7 +57,8 @@ public:
       : call_(call), tensors_(call.format_tensors), wire_(call.format, call.hidden) {}
 
   static constexpr bool kIsReceiveFormat = false;
-  static constexpr bool kHasLlPath = false;
+  template <bool kUnaligned>
+  using LlChunks = QuantisedChunks<kUnaligned>;
 
   __device__ void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
                              std::byte* to) const {

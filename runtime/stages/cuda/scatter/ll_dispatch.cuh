@@ -21,14 +21,14 @@
 
 namespace epx::cuda {
 
-template <bool kUnaligned>
+template <typename Chunks>
 class LlDispatch {
-  using Rows = LlRows<kUnaligned>;
+  using Rows = LlRows<Chunks>;
 
 public:
   __device__ LlDispatch(const MovementParams& params, Movement& movement, const DispatchCall& args)
       : params_(params), movement_(movement), call_(movement.call()), args_(args),
-        rows_(params.group, movement.call(), args) {}
+        rows_(params.group, movement.call(), args, ll_scratch_of_warp()) {}
 
   // Returns whether the calling warp is a pad warp.
   __device__ bool is_pad_warp() const { return static_cast<int>(threadIdx.x) / kWarp >= num_copy_warps(); }

@@ -28,6 +28,7 @@
 #include "base/device/launch.h"
 #include "runtime/stages/cuda/rows/ll_row.cuh"
 #include "runtime/stages/cuda/rows/ll_rows.cuh"
+#include "runtime/stages/cuda/rows/row_format.cuh"
 #include "runtime/stages/cuda/scatter/rank_major_counts.cuh"
 
 namespace epx::cuda {
@@ -45,7 +46,7 @@ struct LlRankMajorShared {
   BadIndices bad;                       // of the last block
 };
 
-static_assert(sizeof(LlRankMajorShared) <= kMovementWarps * TmaRowPipeline::kStagesBytes); // a block has more than that
+static_assert(sizeof(LlRankMajorShared) <= kLlScratchOffset);
 
 // A warp keeps the routes of a peer's row that it has loaded so far.
 class IncomingRoutes {
@@ -80,7 +81,7 @@ private:
   PerRoute<RankMajorRoute> routes_{};
 };
 
-template <bool kUnaligned, bool kCompact>
+template <typename Chunks, bool kCompact>
 class LlRankMajorDispatch : public RankMajorRowCounts<kCompact> {
   using Counts = RankMajorRowCounts<kCompact>;
   using Counts::args_, Counts::call_, Counts::group_, Counts::params_, Counts::plan_;
@@ -102,8 +103,8 @@ class LlRankMajorDispatch : public RankMajorRowCounts<kCompact> {
 
 public:
   __device__ LlRankMajorDispatch(const RankMajorParams& params, CallSession& call)
-      : Counts(params, call), shared_(*dynamic_shared_memory<LlRankMajorShared>()), rows_(group_, call_, args_),
-        ll_staging_(group_, call_.parity()),
+      : Counts(params, call), shared_(*dynamic_shared_memory<LlRankMajorShared>()),
+        rows_(group_, call_, args_, ll_scratch_of_warp()), ll_staging_(group_, call_.parity()),
         partition_(call_, kMovementWarps, 0, call_.num_ranks() > 1 ? tiles_to_send() : 0, params.role_counts.ll_senders) {}
 
   // All threads of the block call this before the entry barrier. Returns false, the same in all threads, when another call of
@@ -440,36 +441,46 @@ private:
   }
 
   LlRankMajorShared& shared_;
-  LlRows<kUnaligned> rows_;
+  LlRows<Chunks> rows_;
   LlScatterStaging ll_staging_;
   LlWorkPartition partition_;
 };
 
-template <bool kUnaligned, bool kCompact>
+template <typename Chunks, bool kCompact>
 __global__ void __launch_bounds__(kMovementThreads, kMovementBlocksPerSm)
     ll_rank_major_kernel(const __grid_constant__ RankMajorParams params) {
   pdl_wait(params);
   CallSession call(params.group, EPX_OP_DISPATCH_RANK_MAJOR);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
-  LlRankMajorDispatch<kUnaligned, kCompact> dispatch(params, call);
+  LlRankMajorDispatch<Chunks, kCompact> dispatch(params, call);
   if (dispatch.send()) dispatch.receive();
   leave(params.group);
+}
+
+template <typename Format>
+auto kernel_of(bool is_unaligned, bool is_compact) {
+  using Aligned = typename Format::template LlChunks<false>;
+  using Unaligned = typename Format::template LlChunks<true>;
+  if (is_compact) return is_unaligned ? &ll_rank_major_kernel<Unaligned, true> : &ll_rank_major_kernel<Aligned, true>;
+  return is_unaligned ? &ll_rank_major_kernel<Unaligned, false> : &ll_rank_major_kernel<Aligned, false>;
 }
 
 } // namespace
 
 std::vector<const void*> ll_rank_major_kernels() {
-  return {reinterpret_cast<const void*>(&ll_rank_major_kernel<false, false>),
-          reinterpret_cast<const void*>(&ll_rank_major_kernel<true, false>),
-          reinterpret_cast<const void*>(&ll_rank_major_kernel<false, true>),
-          reinterpret_cast<const void*>(&ll_rank_major_kernel<true, true>)};
+  std::vector<const void*> kernels;
+  for (bool is_unaligned : {false, true})
+    for (bool is_compact : {false, true}) {
+      kernels.push_back(reinterpret_cast<const void*>(kernel_of<PlainRows>(is_unaligned, is_compact)));
+      kernels.push_back(reinterpret_cast<const void*>(kernel_of<QuantisedRows>(is_unaligned, is_compact)));
+    }
+  return kernels;
 }
 
 cudaError_t launch_ll_dispatch_rank_major(const RankMajorParams& params, const Grid& grid, cudaStream_t stream) {
   const bool is_unaligned = has_unaligned_rows(params.args);
-  auto kernel = is_unaligned ? &ll_rank_major_kernel<true, false> : &ll_rank_major_kernel<false, false>;
-  if (params.args.is_compact)
-    kernel = is_unaligned ? &ll_rank_major_kernel<true, true> : &ll_rank_major_kernel<false, true>;
+  const auto kernel = params.args.format.is_quantised() ? kernel_of<QuantisedRows>(is_unaligned, params.args.is_compact)
+                                                        : kernel_of<PlainRows>(is_unaligned, params.args.is_compact);
   return launch_cooperative(kernel, grid, stream, params);
 }
 

@@ -18,7 +18,7 @@ namespace epx::cuda {
 inline bool takes_ll_path(const DeviceGroup& group, const DispatchRankMajorCall& call) {
   const bool forces_ht_path =
       kTestHooks && group.hooks.alternates_paths && (group.launch * uint64_t{0x9e3779b97f4a7c15} >> 40 & 1) != 0;
-  return !call.format.is_quantised() && call.slots_per_source <= group.context.layout.ll_tokens && !forces_ht_path;
+  return call.slots_per_source <= group.context.layout.ll_tokens && !forces_ht_path;
 }
 
 struct RankMajorParams : MovementParams {

@@ -147,10 +147,10 @@ struct QuantisedCombineBwd {
   }
 };
 
-template <bool kUnaligned>
-__device__ void ll_scatter(const ScatterParams<Dispatch<PlainRows>>& params, Movement& movement) {
+template <bool kUnaligned, typename Format>
+__device__ void ll_scatter(const ScatterParams<Dispatch<Format>>& params, Movement& movement) {
   if (!movement.call().begin_ll()) return;
-  const LlDispatch<kUnaligned> dispatch(params, movement, params.operation.call);
+  const LlDispatch<typename Format::template LlChunks<kUnaligned>> dispatch(params, movement, params.operation.call);
   if (dispatch.is_pad_warp()) {
     TmaRowPipeline pipeline = pipeline_of_warp();
     Scatter(params, movement, pipeline).clear_pads(dispatch.pad_partition());
@@ -161,8 +161,19 @@ __device__ void ll_scatter(const ScatterParams<Dispatch<PlainRows>>& params, Mov
   movement.call().sent_by_warp(dispatch.num_copy_warps());
   dispatch.receive();
 }
-__device__ __noinline__ void ll_scatter_unaligned(const ScatterParams<Dispatch<PlainRows>>& params, Movement movement) {
-  ll_scatter<true>(params, movement);
+// Not inlined: a kernel would have more registers for it than for the rest.
+template <bool kUnaligned, typename Format>
+__device__ __noinline__ void ll_scatter_apart(const ScatterParams<Dispatch<Format>>& params, Movement movement) {
+  ll_scatter<kUnaligned>(params, movement);
+}
+template <typename Format>
+__device__ __forceinline__ void ll_scatter(const ScatterParams<Dispatch<Format>>& params, Movement& movement) {
+  if (has_unaligned_rows(params.operation.call))
+    ll_scatter_apart<true>(params, movement);
+  else if constexpr (Format::kIsReceiveFormat)
+    ll_scatter<false>(params, movement);
+  else
+    ll_scatter_apart<false>(params, movement);
 }
 
 template <typename Operation>
@@ -177,12 +188,9 @@ template <typename Operation>
 __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) {
   Movement movement = movement_of(params);
   if constexpr (!Operation::kMixesPaths) movement.post(); // the first half of the call has posted
-  if constexpr (std::is_same_v<Operation, Dispatch<PlainRows>>) {
+  if constexpr (std::is_same_v<Operation, Dispatch<typename Operation::Format>>) {
     if (movement.takes_ll_path()) {
-      if (has_unaligned_rows(params.operation.call))
-        ll_scatter_unaligned(params, movement);
-      else
-        ll_scatter<false>(params, movement);
+      ll_scatter(params, movement);
       return;
     }
   }
@@ -199,7 +207,7 @@ __device__ __forceinline__ void scatter(const ScatterParams<Operation>& params) 
   warp = send_and_signal(scatter, movement.call(), params.role_counts, warp);
   if (warp.role == WarpRole::receive) {
     scatter.receive(warp);
-    if constexpr (Operation::kMixesPaths && Operation::Format::kHasLlPath) receive_ll_peers(params, movement.call(), warp);
+    if constexpr (Operation::kMixesPaths) receive_ll_peers(params, movement.call(), warp, pipeline);
   }
 }
 

@@ -119,9 +119,16 @@ struct ScatterParams : MovementParams {
   Operation operation;
 };
 
-// Returns whether a rank is a peer that has sent its rows as LL lines, where each source has chosen its path (MixedDispatch).
+// Returns whether a rank with so many tokens sends LL lines, where each source chooses its path (MixedDispatch).
+template <typename Format>
+__host__ __device__ inline bool sends_ll_lines(const GroupContext& context, int64_t num_tokens, int top_k) {
+  return (Format::kIsReceiveFormat || context.shape.num_experts <= kMaxQuantisedLlExperts) &&
+         sends_ll_rows(context.layout, num_tokens, top_k);
+}
+// Returns whether a rank is a peer that has sent its rows so.
+template <typename Format>
 __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& call, int top_k, int rank) {
-  return rank != call.rank() && sends_ll_rows(group.context.layout, call.descriptors().num_tokens[rank], top_k);
+  return rank != call.rank() && sends_ll_lines<Format>(group.context, call.descriptors().num_tokens[rank], top_k);
 }
 
 // Each warp has one.
@@ -220,8 +227,8 @@ private:
     for (int32_t index = first; index < end; ++index) {
       const Movement::PeerToken from = token_at(index);
       if (from.token >= movement_.tokens_of(from.rank)) continue;
-      if constexpr (Operation::kMixesPaths && Operation::Format::kHasLlPath)
-        if (is_ll_peer(group_, call_, operation_.call.top_k, from.rank)) continue;
+      if constexpr (Operation::kMixesPaths)
+        if (is_ll_peer<typename Operation::Format>(group_, call_, operation_.call.top_k, from.rank)) continue;
       const TokenSlots found = is_batch ? batch.slots_of(index - first, operation_.call.top_k, from.token)
                                         : movement_.slots_of(from.rank, from.token);
       if (!receive_token(from.rank, found, from_lane(is_ready ? 1 : 0, index - first) != 0)) return false;
@@ -387,19 +394,19 @@ private:
 };
 
 // Each warp takes a chunk of a row at a time.
-template <bool kUnaligned>
-__device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch<PlainRows>>& params, const Movement& movement,
-                                         const WorkPartition& partition) {
+template <bool kUnaligned, typename Format>
+__device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch<Format>>& params, const Movement& movement,
+                                         const WorkPartition& partition, std::byte* scratch) {
   const CallSession& call = movement.call();
   const DispatchCall& args = params.operation.call;
-  const LlRows<kUnaligned> rows(params.group, call, args);
+  const LlRows<typename Format::template LlChunks<kUnaligned>> rows(params.group, call, args, scratch);
   const auto tokens = static_cast<uint32_t>(params.group.context.layout.ll_tokens * (call.num_ranks() - 1));
 #pragma unroll 1
   for (auto tile = static_cast<uint32_t>(partition.index);; tile += static_cast<uint32_t>(partition.count)) {
     const uint32_t index = tile / rows.num_chunks();
     if (index >= tokens) return;
     const auto [source, token] = movement.peer_token(index);
-    if (!is_ll_peer(params.group, call, args.top_k, source) || token >= movement.tokens_of(source)) continue;
+    if (!is_ll_peer<Format>(params.group, call, args.top_k, source) || token >= movement.tokens_of(source)) continue;
     const TokenSlots found = movement.slots_of(source, token);
     if (found.slots.size() == 0) continue;
     const auto slot_of = [&](int first) { return found.slots.has_own(first) ? found.slots.own(first) : -1; };
@@ -412,22 +419,27 @@ __device__ inline void receive_ll_chunks(const ScatterParams<MixedDispatch<Plain
 }
 // It is not inlined, and gets copies: the chunks would take registers of the loop in Scatter::receive(), and whatever that loop
 // shares with a function by its address would lie in local memory, which each acquire empties out of the L1 cache.
-__device__ __noinline__ inline void receive_all_ll_chunks(const ScatterParams<MixedDispatch<PlainRows>>& params,
-                                                          const CallSession call, const WorkPartition partition) {
+template <typename Format>
+__device__ __noinline__ void receive_all_ll_chunks(const ScatterParams<MixedDispatch<Format>>& params,
+                                                   const CallSession call, const WorkPartition partition,
+                                                   std::byte* scratch) {
   const Movement movement(params, call);
   if (has_unaligned_rows(params.operation.call))
-    receive_ll_chunks<true>(params, movement, partition);
+    receive_ll_chunks<true>(params, movement, partition, scratch);
   else
-    receive_ll_chunks<false>(params, movement, partition);
+    receive_ll_chunks<false>(params, movement, partition, scratch);
 }
-// Receives the tokens of those peers that have sent LL lines, if there are any. A warp that has joined has no part in it.
-__device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch<PlainRows>>& params, const CallSession& call,
-                                        const WorkPartition& partition) {
+// Receives the tokens of those peers that have sent LL lines, if there are any. A warp that has joined has no part in it. The
+// warp's pipeline has nothing left to do.
+template <typename Format>
+__device__ inline void receive_ll_peers(const ScatterParams<MixedDispatch<Format>>& params, const CallSession& call,
+                                        const WorkPartition& partition, const TmaRowPipeline& pipeline) {
+  static_assert(TmaRowPipeline::kStagesBytes >= kLlChunkBytes);
   bool any = false;
 #pragma unroll 1
   for (int rank = 0; rank < call.num_ranks(); ++rank)
-    any |= is_ll_peer(params.group, call, params.call.top_k, rank);
-  if (any && partition.index >= 0) receive_all_ll_chunks(params, call, partition);
+    any |= is_ll_peer<Format>(params.group, call, params.call.top_k, rank);
+  if (any && partition.index >= 0) receive_all_ll_chunks(params, call, partition, pipeline.stages());
 }
 
 } // namespace epx::cuda
