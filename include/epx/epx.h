@@ -660,7 +660,8 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * sums add up. To that come the roundings of the sum at home.
  *
  * With a format max_token_dtype bounds what travels, a row with its scales, and tensors may be wider than it. Groups of
- * several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs calls with one take the high-throughput path.
+ * several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs combine_bwd and sums with one take the high-throughput path,
+ * and so does epx_prepare_dispatch in a group of more than 1024 experts.
  * @{ */
 
 /** How the elements of a quantised row are scaled. */
@@ -924,8 +925,8 @@ EPX_API epx_status epx_dispatch_bwd(epx_group group, const epx_dispatch_bwd_args
  * must not exceed R, which it never does where R is the default (INVALID_ARGUMENT).
  *
  * On GPUs the dispatch takes the low-latency path where NVLink connects all ranks and min(M, max_tokens_per_rank) is at
- * most a limit of the group. It takes the high-throughput path otherwise, however few the
- * tokens are: for few tokens, choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
+ * most a limit of the group. It takes the high-throughput path otherwise, however few the tokens are: for few tokens,
+ * choose a small M. The limit is min(512, 2048 / P), and less for long rows, a large max_top_k, or where a rank has fewer
  * than 80 SMs for the call.
  *
  * The calls are collective, with the conventions and errors of the other operations (see there). The dtypes of topk_idx,

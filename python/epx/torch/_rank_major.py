@@ -26,10 +26,11 @@ _dispatch_bwd = ops.dispatch_rank_major_bwd.default
 class RankMajorPlan:
     """What dispatch_rank_major makes of top-k indices. All tensors lie on the group's device.
 
-    max_rows: M.  compact: whether the rows of the ranks follow each other without gaps.  handle_mem: [bytes] uint8, the routing state that the other calls read; it may be copied, saved and used in
-    any order.  counts: [P] int32, kept rows of each source rank: recv_tokens[r, :counts[r]], which are its tokens in ascending
-    order; if compact they are the first counts.sum() of recv_tokens.flatten(0, 1), those of rank 0 first. topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1 where it is masked or goes to another
-    rank, and in rows that hold no token.
+    max_rows: M.  compact: whether the rows of the ranks follow each other without gaps.  handle_mem: [bytes] uint8, the routing
+    state that the other calls read; it may be copied, saved and used in any order.  counts: [P] int32, kept rows of each source
+    rank: recv_tokens[r, :counts[r]], which are its tokens in ascending order; if compact they are the first counts.sum() of
+    recv_tokens.flatten(0, 1), those of rank 0 first.  topk_idx: [P, M, K] int32, the local expert of each route to this rank, -1
+    where it is masked or goes to another rank, and in rows that hold no token.
     """
 
     group: Group
@@ -165,13 +166,14 @@ def dispatch_rank_major(
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, the global expert of each route; -1 masks it.
     topk_weights: [T, K] float32, or None on all ranks.  max_rows: M, the same on all ranks; tokens beyond are dropped, which
     group.check() tells; default group.max_tokens_per_rank, which is never too few.  compact: the same on all ranks; True: rows
-    from all ranks follow each other without gaps, recv_tokens.flatten(0, 1)[:plan.counts.sum()]; the shapes are the same.  recv_tokens: [P, M, H] to be written
-    instead of a new tensor, in memory from group.empty() for instance; it requires no gradient, which the tensor that is
-    returned has in its stead. Not under torch.compile.  sidecar, format, with_wide, grad_format: as in dispatch(), without scales
-    in tiles.
+    from all ranks follow each other without gaps, recv_tokens.flatten(0, 1)[:plan.counts.sum()]; the shapes are the same.
+    recv_tokens: [P, M, H] to be written instead of a new tensor, in memory from group.empty() for instance; it requires no
+    gradient, which the tensor that is returned has in its stead. Not under torch.compile.  sidecar, format, with_wide,
+    grad_format: as in dispatch(), without scales in tiles.
     Returns (plan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None); with a sidecar recv_sidecar [P, M, S] too, and
     with with_wide, last, the tensor [P, M, H] that stands for the rows. Scales by rows are [P, M, S], and row_scales [P, M].
-    Weights are 0 where plan.topk_idx is -1. Rows of recv_tokens and recv_sidecar that hold no token hold whatever memory held, and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
+    Weights are 0 where plan.topk_idx is -1. Rows of recv_tokens and recv_sidecar that hold no token hold whatever memory held,
+    and so do those of the gradient that combine_rank_major's backward returns: leave them out of what you compute, by
     torch.where and plan.is_row for instance.
     """
     require_kind("group", group, Group)

@@ -278,8 +278,8 @@ public:
   // Returns whether the handle memory belongs to this call; if not, outputs stay untouched. It is the same in all threads and
   // never changes.
   __device__ bool is_usable() const { return is_usable_; }
-  // Returns whether the plan allows the low-latency (LL) path; combine_bwd, and gathers in precision exact, take the
-  // high-throughput path all the same. This and ll_tokens() are the same on all ranks with this plan.
+  // Returns whether the plan allows the low-latency (LL) path; combine_bwd, and gathers in precision exact or with
+  // a row format, take the high-throughput path all the same. This and ll_tokens() are the same on all ranks with this plan.
   __device__ bool takes_ll_path() const {
     return is_usable_ && ll_tokens_ > 0 && ll_tokens_ >= params_.call.num_tokens && // prepare writes no other value
            ll_tokens_ <= params_.group.context.layout.ll_tokens;
