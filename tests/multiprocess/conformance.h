@@ -31,7 +31,8 @@ void run_everywhere(const Case& test_case);
 void run_changed(const std::function<void(Case&)>& change);
 
 // Returns whether this run has the variant `index` of a case whose variants differ in numbers only, and take long. With
-// EPX_TEST_SHARES_VARIANTS runs of several ranks have a third of them each, by their number of ranks; a run of one rank has all.
+// EPX_TEST_SHARES_VARIANTS a run of four ranks has a third of them and other runs of several ranks have the rest; a run of one
+// rank has all.
 bool has_variant(size_t index);
 
 // Returns those of `variants` that this run has.

@@ -193,6 +193,9 @@ TEST_CASE("row formats: long rows") {
                             {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7168, 128},
                             {nv(kAtSource, {kTiles, kColumns}), EPX_BFLOAT16, 7168, 128},
                             {nv(kOnWire, {}), EPX_BFLOAT16, 7168, 1},
+                            // These have two LL chunks, and E2M1 codes that are no multiple of 16 bytes.
+                            {nv(kAtSource, {kRowwise, kColumns}), EPX_BFLOAT16, 2690, 1},
+                            {nv(kGiven, {kColumns, kRowwise}), EPX_FLOAT32, 2706, 4},
                             // These have more bytes than the shared memory of a warp.
                             {block128(kAtSource, {kColumns, kRowwise}), EPX_FLOAT32, 7168, 1},
                             {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7264, 128},
@@ -203,9 +206,13 @@ TEST_CASE("row formats: long rows") {
 }
 
 TEST_CASE("row formats: more bytes than any internal step is likely to move at once") {
-  const FormatRow rows[] = {{mx(kAtSource, EPX_FLOAT8_E5M2, {kColumns, kTiles}), EPX_FLOAT16, 1496, 128},
-                            {nv(kOnWire, {}), EPX_BFLOAT16, 1496, 1, {.rows = RecvRows::fewer}},
-                            {block128(kGiven, {kRowwise, kColumns}), EPX_FLOAT32, 1496, 16, {.pads_untouched = true}}};
+  const FormatRow rows[] = {
+      {mx(kAtSource, EPX_FLOAT8_E5M2, {kColumns, kTiles}), EPX_FLOAT16, 1496, 128},
+      {nv(kOnWire, {}), EPX_BFLOAT16, 1496, 1, {.rows = RecvRows::fewer}},
+      {block128(kGiven, {kRowwise, kColumns}), EPX_FLOAT32, 1496, 16, {.pads_untouched = true}},
+      // Some ranks have so few tokens that they take the low-latency path, others have many.
+      {block128(kAtSource, {kColumns, kRowwise}), EPX_BFLOAT16, 1488, 16, {.tokens = TokenCount::mixed}},
+      {nv(kOnWire, {}), EPX_FLOAT32, 1488, 1, {.tokens = TokenCount::mixed}}};
   run_formats(group_of_formats(1496, 200), rows);
 }
 
@@ -235,7 +242,7 @@ TEST_CASE("row formats: a group for rows of 8 or 4 bits takes wide tokens, and g
 // On GPUs prepare_dispatch of rows with a format has no low-latency path then.
 TEST_CASE("row formats: a group of more than 1024 experts") {
   GroupCase group = group_of_formats(144, 6);
-  group.num_experts = 1040;
+  group.num_experts = 1500; // prepare takes the shared memory in which the other path has its chunks
   const FormatRow rows[] = {{mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kRowwise}), EPX_BFLOAT16, 144, 1},
                             {block128(kOnWire, {}), EPX_FLOAT32, 144, 1}};
   run_formats(group, rows);

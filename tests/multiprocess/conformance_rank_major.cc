@@ -152,9 +152,8 @@ TEST_CASE("rank-major: more rows than the low-latency path takes, whichever rank
     TokenCount tokens;
     Placement placement;
   };
-  for (const Form form :
-       variants_of_this_run({Form{TokenCount::full, Placement::plain}, Form{TokenCount::none_on_one, Placement::plain},
-                             Form{TokenCount::full, Placement::in_place}, Form{TokenCount::ragged, Placement::in_place}})) {
+  for (const Form form : {Form{TokenCount::full, Placement::plain}, Form{TokenCount::none_on_one, Placement::plain},
+                          Form{TokenCount::full, Placement::in_place}, Form{TokenCount::ragged, Placement::in_place}}) {
     run_rank_major([&](Case& c) {
       c.placement = form.placement;
       c.arena_bytes = 1 << 20;
