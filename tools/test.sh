@@ -243,20 +243,28 @@ fi
 join_lanes
 cat "$results/sanitized.out"
 
-# What checks times or kills ranks is left for the end, when nothing else computes. It sleeps most of the time: the builds'
-# tests can run beside each other.
+# What checks times or kills ranks is left for the end, when nothing else computes. It sleeps most of the time: the builds' tests can
+# run beside each other, and in each build those that wait longest (suite waits) beside the rest, which take as long again.
+start_timing_lane() { # NAME BUILD_DIR TIMEOUT_MULTIPLIER MESON_TEST_ARGS...
+  local name=$1 build_dir=$2 multiplier=$3
+  shift 3
+  start_lane run_tests "$build_dir" "testlog-timing-$name" "$multiplier" "$@" >"$results/timing-$build_dir-$name.out" 2>&1
+}
 if was_built build; then
-  start_lane run_tests build testlog-timing 1 --suite timing --no-suite emulation >"$results/timing-plain.out" 2>&1
+  start_timing_lane waits build 1 --suite waits --no-suite emulation
+  start_timing_lane rest build 1 --suite timing --no-suite waits --no-suite emulation
   if [[ -e build/tests/emulation/control_faults_emulated ]]; then # not in builds without CUDA
-    start_lane run_tests build testlog-timing-emulation 1 --suite timing --no-suite unit --no-suite threads \
-      --no-suite processes --no-suite python >"$results/timing-emulation.out" 2>&1
+    start_timing_lane emulation-waits build 1 --suite waits --no-suite processes
+    start_timing_lane emulation build 1 --suite timing --no-suite waits --no-suite unit --no-suite threads --no-suite processes \
+      --no-suite python
   fi
 fi
 if was_built build-asan; then
-  start_lane run_tests build-asan testlog-timing 4 --suite timing >"$results/timing-asan.out" 2>&1
+  start_timing_lane waits build-asan 4 --suite waits
+  start_timing_lane rest build-asan 4 --suite timing --no-suite waits
 fi
 if was_built build-tsan; then
-  start_lane run_tests build-tsan testlog-timing 6 --suite timing --no-suite unit --no-suite processes >"$results/timing-tsan.out" 2>&1
+  start_timing_lane rest build-tsan 6 --suite timing --no-suite unit --no-suite processes
 fi
 join_lanes
 cat "$results"/timing-*.out
