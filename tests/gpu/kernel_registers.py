@@ -27,7 +27,7 @@ LIMITS = [
     # prepare with one block of 512 threads on each SM may have 128 registers, and spills nothing.
     (re.compile(r"14prepare_kernelILi1E"), 96, 128),
     # Low-latency dispatch by rank: an object in local memory instead of registers made it take 16 us instead of 11.
-    (re.compile(r"20ll_rank_major_kernel"), 96, 256),
+    (re.compile(r"20ll_rank_major_kernelINS0_11PlainChunks"), 96, 256),
     # The other movements have one such block, too.
     (re.compile(r"gather_kernel|scatter_kernel|rank_major_kernel|prepare_dispatch_kernel"), 96, 1024),
     # Those that take rows to and from the rails have such blocks, but not all of them need so many registers.

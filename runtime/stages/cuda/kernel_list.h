@@ -27,6 +27,7 @@ size_t prepare_dispatch_shared_bytes(int num_experts);
 size_t plan_packet_words(const GroupShape& shape); // LL packets in DeviceGroup::plan_packets
 
 std::vector<const void*> scatter_kernels();
+std::vector<const void*> combine_bwd_kernels();       // launched as those of scatter
 std::vector<const void*> rank_major_kernels();        // launched as those of scatter
 std::vector<const void*> rank_major_gather_kernels(); // launched as those of scatter
 std::vector<const void*> gather_kernels();

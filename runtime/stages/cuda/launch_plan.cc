@@ -200,8 +200,8 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_c
     return num_sms_ * per_sm;
   };
   static_assert(kMaxGridBlocks <= kMaxPlanBlocks);
-  scatter_blocks_ = std::min(
-      {blocks_of_all(scatter_kernels()), blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
+  scatter_blocks_ = std::min({blocks_of_all(scatter_kernels()), blocks_of_all(combine_bwd_kernels()),
+                              blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
   gather_blocks_ = std::min({blocks_of_all(gather_kernels()), blocks_of_all(quantised_gather_kernels()),
                              blocks_of_all(batch_gather_kernels(), kBatchGatherThreads, batch_gather_shared_bytes())});
   if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
