@@ -58,6 +58,7 @@ double magnitude(const Type& type, int code) {
 const std::vector<double>& magnitudes(epx_dtype dtype) {
   const auto of = [](const Type& type) {
     std::vector<double> numbers;
+    numbers.reserve(type.num_finite);
     for (int code = 0; code < type.num_finite; ++code)
       numbers.push_back(magnitude(type, code));
     return numbers;
