@@ -38,8 +38,8 @@ def dispatch_rank_major(
     tokens: [T, H] float32, float16 or bfloat16.  topk_idx: [T, K] int32 or int64, as in prepare().  topk_weights: [T, K]
     float32, or None on all ranks.  max_rows: M, the same on all ranks; default: max_tokens_per_rank, which loses nothing.
     P * min(M, max_tokens_per_rank) * K must not exceed R.  compact: the same on all ranks; True: rows from all ranks follow each
-    other without gaps, the first sum(plan.counts) of the P * M rows; the shapes are the same.  sidecar, with_wide, grad_format: as in
-    dispatch(); format too, without scales in tiles.  zero_unused: as in prepare().
+    other without gaps, the first sum(plan.counts) of the P * M rows; the shapes are the same.  sidecar, with_wide,
+    grad_format: as in dispatch(); format too, without scales in tiles.  zero_unused: as in prepare().
     Returns (RankMajorPlan, recv_tokens [P, M, H], recv_weights [P, M, K] float32 or None, token); before the token, with a
     sidecar recv_sidecar [P, M, S], and with with_wide what stands for the rows. Scales by rows are [P, M, S], and row_scales
     [P, M]. Rows that hold no token are zero, with their scales. Row i of source rank r is r's i-th token that has an expert on
