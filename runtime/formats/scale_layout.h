@@ -17,6 +17,9 @@ struct ScaleLayout {
   int64_t num_scales = 0; // S
   int64_t rows = 0;       // N
 
+  // Returns how the scales of these rows lie in staging (WireRow).
+  constexpr ScaleLayout of_wire() const { return {EPX_SCALES_ROWS, scale_bytes, num_scales, 1}; }
+
   constexpr bool has_fill() const { return layout == EPX_SCALES_PACKED || layout == EPX_SCALES_TILES; }
   // Returns how many places a row has. Those from S on are filled with 0.
   constexpr int64_t places() const { return has_fill() ? words() * kPerWord : num_scales; }

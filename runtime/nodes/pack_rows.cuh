@@ -53,7 +53,7 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
     const int64_t token = plan.sent_tokens(node)[position];
     if (token < 0 || token >= call.call.num_tokens) continue;
     const PackedRows packed(params, node, position);
-    sender.send(from, token, lane() == 0 ? RowPlaces{packed.row(), packed.sidecar(), nullptr} : RowPlaces{});
+    sender.send(from, token, lane() == 0 ? RowPlaces{{packed.row()}, packed.sidecar(), nullptr} : RowPlaces{});
     if (call.weights != nullptr)
       for (int k = lane(); k < call.call.top_k; k += kWarp)
         packed.weights()[k] = call.weights[route_index(token, call.call.top_k, k)];

@@ -92,7 +92,7 @@ private:
     const RowSplits whole = part_of_row(0, args_.hidden);
     RowPlaces to;
     if (lane() == 0) {
-      to.row = reinterpret_cast<std::byte*>(rows_.staged_sum(home, found.token, found.rank_ordinal, whole));
+      to.row.row = reinterpret_cast<std::byte*>(rows_.staged_sum(home, found.token, found.rank_ordinal, whole));
       to.ready_flag = rows_.ready_flag_at(home, found.token, found.rank_ordinal, whole);
     }
     sender_.send({params_.rows, row_bytes_, nullptr, 0}, movement_.row_of_slot(slot), to);

@@ -25,11 +25,31 @@ namespace epx::cuda {
 constexpr int kLaneElements = 16;
 constexpr int kQuantisedTile = kLaneElements * kWarp; // elements
 
-// Where a lane's quantised row goes; row NULL: nowhere.
+// Where a lane's quantised row goes.
 struct QuantisedPlace {
-  std::byte* row = nullptr;
-  std::byte* scales = nullptr; // its first one, in the layout of the scales; NULL: the row is dequantised
+  std::byte* row = nullptr;    // NULL: nowhere
+  std::byte* scales = nullptr; // its first one, in the layout of the scales; NULL: nowhere, and the row is dequantised
   float* row_scale = nullptr;  // NULL: it has none
+};
+
+// The places of a warp's row: scales lie as `layout` says at those of the lanes `kept`, which are receive tensors of this rank,
+// and as in WireRow at the others, which are in staging.
+struct QuantisedPlaces {
+  QuantisedPlace own;
+  ScaleLayout layout;
+  unsigned kept;
+
+  // Calls take(layout, lanes) for the lanes, of those that `lanes` has, whose scales lie alike.
+  template <typename Take>
+  __device__ void for_each_layout(unsigned lanes, const Take& take) const {
+#pragma unroll 1
+    for (unsigned left = lanes; left != 0;) {
+      const unsigned staged = left & ~kept;
+      const unsigned now = staged != 0 ? staged : left;
+      take(staged != 0 ? layout.of_wire() : layout, now);
+      left &= ~now;
+    }
+  }
 };
 
 // Where a quantised row comes from.
@@ -424,12 +444,12 @@ __device__ __noinline__ void copy_scales(const std::byte* from, int64_t first, i
 
 // Copies the scales of a row to the places of the lanes. All lanes call this.
 template <typename Weight>
-__device__ inline void copy_scales_to_places(const QuantisedSource& from, const ScaleLayout& layout,
-                                             const QuantisedPlace& own, Weight weight) {
-  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
-  copy_scales(from.scales, 0, static_cast<int>(layout.num_scales), layout, own.scales, lanes, weight);
-  store_scale_fill(layout, lanes, own.scales);
-  if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = from.row_scale;
+__device__ inline void copy_scales_to_places(const QuantisedSource& from, const QuantisedPlaces& to, Weight weight) {
+  to.for_each_layout(__ballot_sync(~0u, to.own.scales != nullptr ? 1 : 0), [&](const ScaleLayout& layout, unsigned lanes) {
+    copy_scales(from.scales, 0, static_cast<int>(layout.num_scales), layout, to.own.scales, lanes, weight);
+    store_scale_fill(layout, lanes, to.own.scales);
+  });
+  if (to.own.row_scale != nullptr) *to.own.row_scale = from.row_scale;
 }
 
 // Zeros the scales of the rows that the lanes pass; -1: none. All lanes call this.

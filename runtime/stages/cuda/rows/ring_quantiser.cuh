@@ -52,25 +52,30 @@ class RingRow {
   static_assert(kPartElements % (ScaleLayout::kPerWord * kBlock) == 0);
 
 public:
-  // Quantises the row to the places of `lanes`, as quantise_row() does. Returns false where an element is not finite: then the
-  // places have anything, and nothing waits for a piece. The caller passes encode_scale for NV alone.
+  // Begins to load what is in the ring first, for quantise().
+  __device__ static void begin(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden) {
+    begin_part(pipeline, row, hidden, 0);
+  }
+  // Quantises the row, behind begin(), to the places of `lanes`. Returns false where an element is not finite: then the places
+  // have anything, and nothing waits for a piece. The caller passes encode_scale for NV alone.
   __device__ static bool quantise(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row, int64_t hidden,
-                                  const float* given_encode_scale, const ScaleLayout& layout, const QuantisedPlace& own,
-                                  unsigned lanes) {
+                                  const float* given_encode_scale, const QuantisedPlaces& to, unsigned lanes) {
     RingRow part{pipeline.stages(), format};
+    const QuantisedPlace& own = to.own;
     part.dequantises_ = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
-    bool is_filled = false, is_finite = true;
+    bool is_begun = true, is_filled = false, is_finite = true;
     if (given_encode_scale != nullptr) {
       part.encode_scale_ = *given_encode_scale;
     } else if (format.has_row_scale()) {
       if (!find_encode_scale(pipeline, row, hidden, part.encode_scale_)) return false;
-      is_filled = hidden <= kPartElements;
+      is_begun = is_filled = hidden <= kPartElements;
     }
     part.row_scale_ = formats::nv_row_scale(part.encode_scale_);
 #pragma unroll 1
     for (int64_t first = 0; first < hidden; first += kPartElements) {
       part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
-      if (!is_filled) pipeline.begin_fill(row + first * static_cast<int64_t>(sizeof(T)), part.bytes(), 0, kStageBytes);
+      if (!is_begun) begin_part(pipeline, row, hidden, first);
+      is_begun = false;
 #pragma unroll 1
       for (int stage = 0; stage * kStageElements < part.elements_; stage += kGroupStages)
         is_finite &= part.quantise_group(stage, [&](int loaded) {
@@ -87,12 +92,13 @@ public:
       pipeline.begin_store_to_destinations(kScalesBytes, part.elements_ * Type::kBits / 8, lanes,
                                            own.row + first * Type::kBits / 8);
       const int scales = (part.elements_ + kBlock - 1) / kBlock; // and the fill, which lies behind them
-      copy_scales(pipeline.stages(), first / kBlock,
-                  layout.has_fill() ? (scales + ScaleLayout::kPerWord - 1) / ScaleLayout::kPerWord * ScaleLayout::kPerWord
-                                    : scales,
-                  layout, own.scales, lanes, NoWeight{});
+      constexpr int kWord = ScaleLayout::kPerWord;
+      to.for_each_layout(lanes, [&](const ScaleLayout& layout, unsigned those) {
+        copy_scales(pipeline.stages(), first / kBlock, layout.has_fill() ? (scales + kWord - 1) / kWord * kWord : scales,
+                    layout, own.scales, those, NoWeight{});
+      });
     }
-    if (own.row_scale != nullptr && own.row != nullptr) *own.row_scale = part.row_scale_;
+    if (own.row_scale != nullptr) *own.row_scale = part.row_scale_;
     return true;
   }
 
@@ -124,6 +130,11 @@ private:
   }
   __device__ int64_t bytes() const {
     return elements_ * static_cast<int64_t>(sizeof(T));
+  }
+  // Begins to load the part of a row that begins at element `first`.
+  __device__ static void begin_part(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden, int64_t first) {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+    pipeline.begin_fill(row + first * kBytes, min(kPartElements, hidden - first) * kBytes, 0, kStageBytes);
   }
   // Of the vector that this lane has of a stage, in the ring.
   __device__ static int vector_of(int stage, int i) {
@@ -184,7 +195,8 @@ private:
     return __any_sync(~0u, largest >= Vector::kInfinity ? 1 : 0) == 0;
   }
 
-  // Computes e of a row of NV. A row of one part is in the ring afterwards. Returns false where an element is not finite.
+  // Computes e of a row of NV, whose first part has been begun. A row of one part is in the ring afterwards. Returns false where
+  // an element is not finite.
   __device__ static bool find_encode_scale(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden,
                                            float& encode_scale) {
     RingRow part{pipeline.stages(), {}};
@@ -193,7 +205,7 @@ private:
 #pragma unroll 1
     for (int64_t first = 0; first < hidden; first += kPartElements) {
       part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
-      pipeline.begin_fill(row + first * static_cast<int64_t>(sizeof(T)), part.bytes(), 0, kStageBytes);
+      if (first > 0) begin_part(pipeline, row, hidden, first);
 #pragma unroll 1
       for (int stage = 0; stage * kStageElements < part.elements_; ++stage) {
         pipeline.wait_for_piece(stage);
@@ -370,9 +382,9 @@ struct RingOutcome {
 template <typename Row>
 __device__ __noinline__ RingOutcome quantise_in_ring(const TmaRowPipeline::State ring, const WireFormat format,
                                                      const std::byte* row, int64_t hidden, const float* encode_scale,
-                                                     const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
+                                                     const QuantisedPlaces to, unsigned lanes) {
   TmaRowPipeline pipeline(ring);
-  const bool is_done = Row::quantise(pipeline, format, row, hidden, encode_scale, layout, own, lanes);
+  const bool is_done = Row::quantise(pipeline, format, row, hidden, encode_scale, to, lanes);
   return {pipeline.state(), is_done};
 }
 template <typename Row>
@@ -404,19 +416,16 @@ __device__ inline bool fits_ring(const WireFormat& format, int64_t hidden, uint6
   return __all_sync(~0u, is_aligned ? 1 : 0) != 0;
 }
 
-// Begins to quantise a row to the places of the lanes. Where those have no scales, the row is dequantised again, to what a peer
-// would make of it. pipeline.finish() ends it. All lanes call this.
+// Begins to quantise a row to the places of `lanes`, all of which have scales, or none. is_begun: RingRow::begin() has been called.
 template <typename T>
-__device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row,
-                                          int64_t hidden, const float* encode_scale, const ScaleLayout& layout,
-                                          const QuantisedPlace& own) {
-  const unsigned lanes = __ballot_sync(~0u, own.row != nullptr ? 1 : 0);
-  if (lanes == 0) return;
-  if (fits_ring(format, hidden, reinterpret_cast<uint64_t>(row) | reinterpret_cast<uint64_t>(own.row))) {
+__device__ inline void begin_quantise_row_to(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row,
+                                             int64_t hidden, const float* encode_scale, const QuantisedPlaces& to,
+                                             unsigned lanes, bool is_begun) {
+  if (is_begun) {
     bool is_done = false;
     with_ring_row<T>(format, [&](auto of) {
-      const RingOutcome outcome = quantise_in_ring<typename decltype(of)::type>(pipeline.state(), format, row, hidden,
-                                                                                encode_scale, layout, own, lanes);
+      const RingOutcome outcome =
+          quantise_in_ring<typename decltype(of)::type>(pipeline.state(), format, row, hidden, encode_scale, to, lanes);
       pipeline.go_on_from(outcome.ring);
       is_done = outcome.is_done;
     });
@@ -424,8 +433,34 @@ __device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFo
     pipeline.finish(); // what the ring has stored of the row comes first
   }
   const T* const elements = reinterpret_cast<const T*>(row);
-  quantise_row<T, false>(format, elements, hidden, encode_scale_of<T, false>(format, elements, hidden, encode_scale),
-                         layout, own, lanes);
+  const float e = encode_scale_of<T, false>(format, elements, hidden, encode_scale);
+  to.for_each_layout(lanes, [&](const ScaleLayout& layout, unsigned those) {
+    quantise_row<T, false>(format, elements, hidden, e, layout, to.own, those);
+  });
+}
+
+// Begins to quantise a row to the places of the lanes, at least one. Where a place has no scales, the row is dequantised again, to
+// what a peer would make of it. pipeline.finish() ends it. meanwhile() runs before anything is stored, while the first loads are
+// in flight. All lanes call this.
+template <typename T, typename Meanwhile>
+__device__ inline void begin_quantise_row(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row,
+                                          int64_t hidden, const float* encode_scale, const QuantisedPlaces& to,
+                                          const Meanwhile& meanwhile) {
+  const bool fits = fits_ring(format, hidden, reinterpret_cast<uint64_t>(row) | reinterpret_cast<uint64_t>(to.own.row));
+  const auto begin = [&] {
+    if (fits) RingRow<T, formats::E4M3, 128>::begin(pipeline, row, hidden); // alike in all formats
+  };
+  begin();
+  meanwhile();
+  const unsigned quantised = __ballot_sync(~0u, to.own.scales != nullptr ? 1 : 0);
+  unsigned left = __ballot_sync(~0u, to.own.row != nullptr ? 1 : 0);
+#pragma unroll 1
+  while (left != 0) {
+    const unsigned lanes = (left & quantised) != 0 ? left & quantised : left;
+    begin_quantise_row_to<T>(pipeline, format, row, hidden, encode_scale, to, lanes, fits);
+    left &= ~lanes;
+    if (left != 0) begin();
+  }
 }
 
 // Begins to dequantise a row, which lies in staging, to the places of the lanes, each time its weight. pipeline.finish() ends

@@ -8,9 +8,9 @@
 
 namespace epx::cuda {
 
-// Where a lane's copy of a row goes; NULL: nowhere.
+// Where a lane's copy of a row goes, and what comes with it; NULL: nowhere.
 struct RowPlaces {
-  std::byte* row = nullptr;
+  RowPlace row;
   std::byte* sidecar = nullptr;
   Epoch* ready_flag = nullptr;
 };
@@ -23,8 +23,8 @@ struct SentRows {
   int64_t sidecar_bytes; // 0: none
 };
 
-// Each send warp has one. Where rows have ready flags, it completes a row, and enqueues the row's flags for the signal warp,
-// right before it begins to send the next one.
+// Each send warp has one. Where rows have ready flags, it completes a row, and enqueues the row's flags for the signal warp, while
+// it loads the next one.
 template <typename Format>
 class RowSender {
 public:
@@ -35,11 +35,12 @@ public:
 
   __device__ SignalWarp signal_warp() const { return signal_warp_of(role_counts_, lanes_); }
 
-  // Begins to send row `index` of `from`. Each lane passes its places.
+  // Begins to send row `index` of `from`. Each lane passes its places, of which at least one is for the row.
   __device__ void send(const SentRows& from, int64_t index, const RowPlaces& to) {
-    if (lanes_ > 0) finish();
+    format_.begin_send(pipeline_, from.rows + index * from.row_bytes, from.row_bytes, index, to.row, [&] {
+      if (lanes_ > 0) finish();
+    });
     pending_flag_ = to.ready_flag;
-    format_.begin_send(pipeline_, from.rows + index * from.row_bytes, from.row_bytes, index, to.row);
     if (from.sidecar_bytes > 0)
       copy_row_to_destinations(from.sidecars + index * from.sidecar_bytes, from.sidecar_bytes, to.sidecar);
   }

@@ -27,7 +27,7 @@ struct CombineBwd {
   static constexpr bool kMixesPaths = false, kTakesRankMajor = !kHasProducts;
   static constexpr bool kStagesOwnRows = false;
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, int64_t index, float) const {
-    const auto* const row = reinterpret_cast<const T*>(source_row.row);
+    const auto* const row = reinterpret_cast<const T*>(source_row.row.row);
     if constexpr (kHasProducts) {
       store_with_products(pipeline, row, slot);
     } else {
@@ -37,7 +37,7 @@ struct CombineBwd {
       if (call.recv_weights != nullptr)
         scale_row_to_destinations(pipeline, row, call.hidden, reinterpret_cast<T*>(to), factor);
       else
-        begin_copy_row_to_destinations(pipeline, source_row.row, row_bytes,
+        begin_copy_row_to_destinations(pipeline, source_row.row.row, row_bytes,
                                        slot != source_row.slot_in_place ? to : nullptr);
     }
   }
@@ -73,8 +73,8 @@ private:
   }
 };
 
-// combine_bwd of rows that have a format. All rows pass through staging: the weights and the dot products need the row as it
-// travelled.
+// combine_bwd of rows that have a format. This rank's own rows pass through staging, too: the weights and the dot products need
+// the row as it travelled.
 struct QuantisedCombineBwd {
   using Format = QuantisedRows;
 
@@ -95,7 +95,8 @@ struct QuantisedCombineBwd {
   __device__ void store(TmaRowPipeline& pipeline, const SourceRow& source_row, int32_t slot, int64_t index, float) const {
     const bool is_slot = slot >= 0;
     if (!is_slot) index = -1;
-    std::byte* const to = is_slot ? call.grad_expert_out + index * recv_row_bytes() : nullptr;
+    std::byte* const to =
+        is_slot && slot != source_row.slot_in_place ? call.grad_expert_out + index * recv_row_bytes() : nullptr;
     if (call.recv_weights != nullptr)
       format().begin_receive_weighted(pipeline, source_row.row, index, to, is_slot ? call.recv_weights[slot] : 1.0f);
     else

@@ -112,7 +112,7 @@ public:
 #pragma unroll 1
     while (token < end && has_begun) {
       if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
-      send_token(pipeline, sender, static_cast<uint32_t>(token));
+      send_token(sender, static_cast<uint32_t>(token));
       if (shares)
         token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens);
       else
@@ -206,7 +206,7 @@ private:
     });
   }
 
-  __device__ void send_token(TmaRowPipeline& pipeline, Sender& sender, uint32_t token) const {
+  __device__ void send_token(Sender& sender, uint32_t token) const {
     const PerRoute<Route> routes = routes_of(plan_.routes + route_index(token, args_.top_k, 0));
     send_routes(token, routes);
     const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
@@ -220,33 +220,25 @@ private:
         const int32_t kept_slot = from_lane(routes.own(k).slot, k % kWarp);
         if (from_lane(routes.own(k).rank, k % kWarp) == rank) slot = kept_slot;
       }
-      if (__any_sync(~0u, slot >= 0 ? 1 : 0) != 0) send_row(pipeline, sender, token, rank, slot);
+      if (__any_sync(~0u, slot >= 0 ? 1 : 0) != 0) send_row(sender, token, rank, slot);
     }
   }
   // Each lane passes a rank and the token's slot there, or -1.
-  __device__ void send_row(TmaRowPipeline& pipeline, Sender& sender, uint32_t token, int rank, int32_t slot) const {
+  __device__ void send_row(Sender& sender, uint32_t token, int rank, int32_t slot) const {
     RowPlaces to;
-    std::byte* kept = nullptr; // this rank's own place, where it gets something else than what travels
-    int64_t kept_row = -1;
     if (slot >= 0) {
-      const bool is_own = rank == call_.rank();
       const int32_t number = row_of(call_.rank(), slot);
       const int64_t row = own_recv_row(number); // here, and at peers that take rows in place
-      if (is_own)
-        to = {recv_row_at(row), args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
-      else
-        to = {staging_.row(rank, slot), staging_.sidecar(rank, slot), staging_.ready_flag(rank, call_.rank(), number)};
-      if (!is_own && is_in_place(rank)) to.row = registered_rows(group_, call_, rank) + row * row_bytes_;
-      if (!Format::kIsReceiveFormat && is_own) {
-        kept = to.row;
-        kept_row = row;
-        to.row = nullptr;
+      if (rank == call_.rank()) {
+        to = {{recv_row_at(row), nullptr, row}, args_.recv_sidecar + row * args_.sidecar_bytes, nullptr};
+      } else {
+        std::byte* const staged = staging_.row(rank, slot);
+        to = {{is_in_place(rank) ? recv_row_at(row, registered_rows(group_, call_, rank)) : staged, staged},
+              staging_.sidecar(rank, slot),
+              staging_.ready_flag(rank, call_.rank(), number)};
       }
     }
-    const SentRows from{args_.tokens, row_bytes_, args_.sidecar, args_.sidecar_bytes};
-    sender.send(from, token, to);
-    if constexpr (!Format::kIsReceiveFormat)
-      format().begin_keep(pipeline, from.rows + token * row_bytes_, row_bytes_, token, kept_row, kept);
+    sender.send({args_.tokens, row_bytes_, args_.sidecar, args_.sidecar_bytes}, token, to);
   }
 
   Range tokens_; // the block's part

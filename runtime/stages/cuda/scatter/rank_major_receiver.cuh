@@ -41,12 +41,15 @@ protected:
     return Format(args_);
   }
   __device__ std::byte* recv_row_at(int64_t row) const {
-    return args_.recv_tokens +
-           row * (Format::kIsReceiveFormat ? row_bytes_ : epx::row_bytes(args_.recv_dtype, args_.hidden));
+    return recv_row_at(row, args_.recv_tokens);
+  }
+  // The same of a peer whose receive rows are at `rows`.
+  __device__ std::byte* recv_row_at(int64_t row, std::byte* rows) const {
+    return rows + row * (Format::kIsReceiveFormat ? row_bytes_ : epx::row_bytes(args_.recv_dtype, args_.hidden));
   }
   // Returns whether a rank's rows are stored in place.
   __device__ bool is_in_place(int rank) const {
-    return Format::kIsReceiveFormat && has_registered_rows(call_, rank);
+    return format().sends_in_place() && has_registered_rows(call_, rank);
   }
 
 private:
@@ -87,14 +90,18 @@ private:
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // all lanes see what the first lane of a row has acquired: a vote orders no memory
     if (!has_row) own.source = -1;
-    const bool copies_rows = !is_in_place(rank);
-    if (copies_rows || args_.sidecar_bytes > 0)
+    const bool in_place = is_in_place(rank);
+    const bool receives_rows = !in_place || !Format::kIsReceiveFormat;
+    if (receives_rows || args_.sidecar_bytes > 0)
       for_each_row(own, [&](int source, int32_t row) {
         const int32_t slot = slot_of(source, row);
         const int64_t to = recv_row(source, row);
-        if (copies_rows)
-          format().begin_receive(pipeline, staging_.row(rank, slot), row_bytes_, to,
-                                 lane() == 0 ? recv_row_at(to) : nullptr);
+        if (receives_rows) {
+          const std::byte* const staged = staging_.row(rank, slot);
+          std::byte* const received = recv_row_at(to);
+          format().begin_receive(pipeline, {in_place ? received : staged, staged}, row_bytes_, lane() == 0 ? to : -1,
+                                 lane() == 0 && !in_place ? received : nullptr);
+        }
         if (args_.sidecar_bytes > 0)
           copy_row_to_destinations(staging_.sidecar(rank, slot), args_.sidecar_bytes,
                                    lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);

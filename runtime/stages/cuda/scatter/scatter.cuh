@@ -20,7 +20,7 @@ namespace epx::cuda {
 // Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
   int64_t token;
-  const std::byte* row;
+  SentRow row;
   const std::byte* sidecar;
   int32_t slot_in_place; // the slot that the row lies in already; -1: none
   bool is_own;           // it is the input of this rank
@@ -52,8 +52,8 @@ struct Dispatch {
     const bool is_slot = slot >= 0;
     std::byte* const to =
         is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * recv_row_bytes() : nullptr;
-    if (Format::kIsReceiveFormat || source_row.is_own)
-      format().begin_keep(pipeline, source_row.row, row_bytes, source_row.token, slot, to);
+    if (!Format::kIsReceiveFormat && source_row.is_own)
+      format().begin_send(pipeline, source_row.row.row, row_bytes, source_row.token, {to, nullptr, slot});
     else
       format().begin_receive(pipeline, source_row.row, row_bytes, slot, to);
     if (call.sidecar_bytes > 0)
@@ -246,7 +246,8 @@ private:
     return {operation_.input_rows(), operation_.row_bytes, operation_.input_sidecar(), operation_.sidecar_bytes()};
   }
   __device__ RowPlaces staged_places(int peer, int64_t token, int64_t row) const {
-    return {staging_.row(peer, row), staging_.sidecar(peer, row), staging_.ready_flag(peer, call_.rank(), token)};
+    std::byte* const staged = staging_.row(peer, row);
+    return {{staged, staged}, staging_.sidecar(peer, row), staging_.ready_flag(peer, call_.rank(), token)};
   }
   // The weight of a token's route k, which has the slot.
   __device__ float* staged_weight(int receiver, int source, int64_t token, int32_t slot, int k) const {
@@ -261,7 +262,7 @@ private:
   __device__ bool is_in_place(int source, int receiver) const {
     if constexpr (Operation::kTakesRankMajor)
       if (movement_.is_compact()) return false;
-    return Operation::Format::kIsReceiveFormat && has_registered_rows(call_, receiver) &&
+    return operation_.format().sends_in_place() && has_registered_rows(call_, receiver) &&
            !call_.descriptors().stages_rows[source];
   }
   // Returns the row of the receive tensors that a slot of this rank is.
@@ -313,7 +314,8 @@ private:
     if (first_live >= 0) {
       to = staged_places(peer, token, staging_.row_of(call_.rank(), token, first_slot));
       if (is_in_place(call_.rank(), peer))
-        to.row = registered_rows(group_, call_, peer) + operation_.call.row_of_slot(first_live) * operation_.row_bytes;
+        to.row.row =
+            registered_rows(group_, call_, peer) + operation_.call.row_of_slot(first_live) * operation_.recv_row_bytes();
     }
     sender_.send(sent_rows(), token, to);
   }
@@ -336,8 +338,11 @@ private:
       return true;
     }
     const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    SourceRow source_row{token, operation_.input_rows() + token * operation_.row_bytes,
-                         operation_.input_sidecar() + token * sidecar_bytes, -1, true};
+    SourceRow source_row{token,
+                         {operation_.input_rows() + token * operation_.row_bytes, nullptr},
+                         operation_.input_sidecar() + token * sidecar_bytes,
+                         -1,
+                         true};
     const int64_t staging = staging_.row_of(source, token, found.first_slot);
     if (source != rank) {
       if (!is_ready) {
@@ -348,19 +353,21 @@ private:
       }
       const int32_t first_live = slots[0];
       const bool in_place = is_in_place(source, rank);
+      const std::byte* const staged = staging_.row(rank, staging);
       source_row = {token,
-                    in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes
-                             : staging_.row(rank, staging),
-                    staging_.sidecar(rank, staging), in_place ? first_live : -1, false};
+                    {in_place ? operation_.rows() + operation_.call.row_of_slot(first_live) * row_bytes : staged, staged},
+                    staging_.sidecar(rank, staging),
+                    in_place ? first_live : -1,
+                    false};
     }
     if constexpr (Operation::kStagesOwnRows) {
       if (source == rank) {
         std::byte* const staged = staging_.row(rank, staging);
-        operation_.format().begin_send(pipeline_, source_row.row, operation_.row_bytes, token,
-                                       lane() == 0 ? staged : nullptr);
+        operation_.format().begin_send(pipeline_, source_row.row.row, operation_.row_bytes, token,
+                                       lane() == 0 ? RowPlace{staged, staged} : RowPlace{});
         pipeline_.finish();
         __syncwarp(); // all lanes see what each has stored
-        source_row.row = staged;
+        source_row.row = {staged, staged};
       }
     }
     for (int first = slots.size() > kWarp ? kWarp : 0; first >= 0;
