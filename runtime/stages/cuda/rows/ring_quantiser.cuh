@@ -131,17 +131,20 @@ private:
   __device__ int64_t bytes() const {
     return elements_ * static_cast<int64_t>(sizeof(T));
   }
-  // Begins to load the part of a row that begins at element `first`.
+  // Begins to load the part of a row that begins at element `first`. The elements that its last stage lacks are 0.
   __device__ static void begin_part(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden, int64_t first) {
     constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
-    pipeline.begin_fill(row + first * kBytes, min(kPartElements, hidden - first) * kBytes, 0, kStageBytes);
+    const auto bytes = static_cast<int>(min(kPartElements, hidden - first) * kBytes);
+    pipeline.begin_fill(row + first * kBytes, bytes, 0, kStageBytes);
+    if (bytes % kStageBytes == 0) return;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) // those of this lane, which alone reads them
+      if (const int vector = vector_of(bytes / kStageBytes, i) * Vector::kBytes; vector >= bytes)
+        Vector{}.store(pipeline.stages() + vector);
   }
   // Of the vector that this lane has of a stage, in the ring.
   __device__ static int vector_of(int stage, int i) {
     return (stage * kVectors + i) * kWarp + lane();
-  }
-  __device__ bool has_vector(int stage, int i) const {
-    return vector_of(stage, i) * Vector::kElements < elements_;
   }
   __device__ void load(int stage, Vector (&vectors)[kVectors]) const {
 #pragma unroll
@@ -164,35 +167,48 @@ private:
     return block * kBlock < elements_;
   }
 
-  // Returns the largest magnitude of the blocks of a lane's vectors, in all lanes of each block.
-  __device__ static void amax_of_blocks(uint32_t (&amax)[kVectors]) {
-    if constexpr (Vector::kHasHalves) {
-#pragma unroll
-      for (int i = 0; i < kVectors; i += 2) {
-        uint32_t two = amax[i] | amax[i + 1] << 16;
-#pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2)
-          two = Vector::max_of_halves(two, __shfl_xor_sync(~0u, two, distance));
-        amax[i] = two & 0xffff;
-        amax[i + 1] = two >> 16;
-      }
-    } else {
-#pragma unroll
-      for (uint32_t& magnitude : amax)
-#pragma unroll
-        for (int distance = 1; distance < kLanes; distance *= 2)
-          magnitude = max(magnitude, __shfl_xor_sync(~0u, magnitude, distance));
-    }
-  }
-  // The largest magnitudes of a lane's vectors of a stage; returns whether no lane has an element that is not finite.
-  __device__ bool amax_of_vectors(const Vector (&vectors)[kVectors], int stage, uint32_t (&amax)[kVectors]) const {
-    uint32_t largest = 0;
+  // Returns the largest magnitudes of each of a lane's vectors, and adds them to `largest`.
+  __device__ static void amax_of_vectors(const Vector (&vectors)[kVectors], uint32_t (&amax)[kVectors], uint32_t& largest) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      amax[i] = has_vector(stage, i) ? vectors[i].amax() : 0;
-      largest = max(largest, amax[i]);
+      amax[i] = vectors[i].amax_of_words();
+      largest = Vector::max_of(largest, amax[i]);
     }
-    return __any_sync(~0u, largest >= Vector::kInfinity ? 1 : 0) == 0;
+  }
+  // Returns the largest magnitudes of the blocks of this stage that the lane keeps, if it keeps any of the stage. Lanes halve
+  // what they have of several vectors while they exchange it.
+  __device__ static void amax_of_blocks(uint32_t (&amax)[kVectors], uint32_t (&kept)[kKept]) {
+    static_assert(kVectors == 4);
+    if constexpr (Vector::kHasHalves) {
+      const auto low_halves = [](uint32_t a, uint32_t b) { return (a & 0xffff) | b << 16; };
+      const auto high_halves = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+      const auto both = [&](uint32_t a, uint32_t b) { // in a word
+        return Vector::max_of_halves(low_halves(a, b), high_halves(a, b));
+      };
+      const uint32_t even = both(amax[0], amax[2]), odd = both(amax[1], amax[3]);
+      const bool is_odd = (lane() & 1) != 0;
+      uint32_t two = is_odd ? odd : even;
+      two = Vector::max_of_halves(two, __shfl_xor_sync(~0u, is_odd ? even : odd, 1));
+      if constexpr (kLanes == 2) {
+        kept[0] = two & 0xffff;
+        kept[1] = two >> 16;
+      } else {
+#pragma unroll
+        for (int distance = 2; distance < kLanes; distance *= 2)
+          two = Vector::max_of_halves(two, __shfl_xor_sync(~0u, two, distance));
+        kept[0] = (lane() & 2) != 0 ? two >> 16 : two & 0xffff;
+      }
+    } else {
+      kept[0] = max_of_block(amax, kLanes);
+    }
+  }
+  // Returns whether the lane keeps blocks of a stage of a group.
+  __device__ static bool keeps_stage(int stage_of_group) {
+    return kGroupStages == 1 || (lane() & (kLanes - 1)) / kVectors == stage_of_group;
+  }
+  // Returns whether what the lanes pass are magnitudes of finite elements.
+  __device__ static bool all_finite(uint32_t magnitudes) {
+    return __all_sync(~0u, Vector::largest_of(magnitudes) < Vector::kInfinity ? 1 : 0) != 0;
   }
 
   // Computes e of a row of NV, whose first part has been begun. A row of one part is in the ring afterwards. Returns false where
@@ -200,8 +216,7 @@ private:
   __device__ static bool find_encode_scale(TmaRowPipeline& pipeline, const std::byte* row, int64_t hidden,
                                            float& encode_scale) {
     RingRow part{pipeline.stages(), {}};
-    uint32_t row_amax = 0;
-    bool is_finite = true;
+    uint32_t largest = 0;
 #pragma unroll 1
     for (int64_t first = 0; first < hidden; first += kPartElements) {
       part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
@@ -212,35 +227,32 @@ private:
         Vector vectors[kVectors];
         part.load(stage, vectors);
         uint32_t amax[kVectors];
-        is_finite &= part.amax_of_vectors(vectors, stage, amax);
-#pragma unroll
-        for (uint32_t magnitude : amax)
-          row_amax = max(row_amax, magnitude);
+        amax_of_vectors(vectors, amax, largest);
       }
     }
-    encode_scale = formats::nv_encode_scale(Vector::value_of(__reduce_max_sync(~0u, row_amax)));
-    return is_finite;
+    encode_scale = formats::nv_encode_scale(Vector::value_of(__reduce_max_sync(~0u, Vector::largest_of(largest))));
+    return all_finite(largest);
   }
 
   // Returns whether all elements are finite.
   template <typename WaitForStage>
   __device__ bool quantise_group(int first_stage, const WaitForStage& wait_for_stage) const {
     const int stages = min(kGroupStages, (elements_ + kStageElements - 1) / kStageElements - first_stage);
-    uint32_t kept_amax[kKept] = {};
-    bool is_finite = true;
+    uint32_t kept_amax[kKept] = {}, largest = 0;
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       const int stage = first_stage + i;
       wait_for_stage(stage);
       Vector vectors[kVectors];
       load(stage, vectors);
-      uint32_t amax[kVectors];
-      is_finite &= amax_of_vectors(vectors, stage, amax);
-      amax_of_blocks(amax);
+      uint32_t amax[kVectors], of_stage[kKept];
+      amax_of_vectors(vectors, amax, largest);
+      amax_of_blocks(amax, of_stage);
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v)
-        if (keeper_of(i, v) == lane()) kept_amax[kept_of(v)] = amax[v];
+      for (int kept = 0; kept < kKept; ++kept)
+        kept_amax[kept] = keeps_stage(i) ? of_stage[kept] : kept_amax[kept];
     }
+    const bool is_finite = all_finite(largest);
     float multipliers[kKept], values[kKept];
     uint32_t stored[kKept];
 #pragma unroll
@@ -255,21 +267,22 @@ private:
       const int stage = first_stage + i;
       Vector vectors[kVectors];
       load(stage, vectors);
-      __syncwarp(); // all lanes have read the stage, where codes are stored next
+      Codes codes[kVectors];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const int keeper = keeper_of(i, v);
-        const float multiplier = from_lane(multipliers[kept_of(v)], keeper);
         float x[Vector::kElements];
         vectors[v].unpack(x);
-        const Codes codes = encode(x, multiplier);
-        if (!dequantises_) {
-          store_codes(ring_ + kScalesBytes + vector_of(stage, v) * kCodesOfVector, codes);
-          continue;
-        }
-        decode(codes, from_lane(values[kept_of(v)], keeper), x);
-        vectors[v].pack(x);
-        vectors[v].store(ring_ + vector_of(stage, v) * Vector::kBytes);
+        codes[v] = encode(x, from_lane(multipliers[kept_of(v)], keeper_of(i, v)));
+      }
+      __syncwarp(); // all lanes have read the stage, where codes are stored next
+      if (!dequantises_) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          store_codes(ring_ + kScalesBytes + vector_of(stage, v) * kCodesOfVector, codes[v]);
+      } else {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+          store_decoded(stage, v, codes[v], from_lane(values[kept_of(v)], keeper_of(i, v)));
       }
     }
     if (dequantises_) return is_finite;
@@ -306,13 +319,8 @@ private:
         codes[v] = load_codes(ring_ + codes_offset + vector_of(stage, v) * kCodesOfVector);
       __syncwarp(); // all lanes have read the codes, over which elements are stored next
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float x[Vector::kElements];
-        decode(codes[v], from_lane(values[kept_of(v)], keeper_of(i, v)), x);
-        Vector vector;
-        vector.pack(x);
-        vector.store(ring_ + vector_of(stage, v) * Vector::kBytes);
-      }
+      for (int v = 0; v < kVectors; ++v)
+        store_decoded(stage, v, codes[v], from_lane(values[kept_of(v)], keeper_of(i, v)));
     }
   }
 
@@ -347,6 +355,13 @@ private:
       for (int i = 0; i < Vector::kElements; ++i)
         x[i] = formats::decode<Type>(codes.words[0] >> (4 * i)) * scale;
     }
+  }
+  __device__ void store_decoded(int stage, int i, const Codes& codes, float scale) const {
+    float x[Vector::kElements];
+    decode(codes, scale, x);
+    Vector vector;
+    vector.pack(x);
+    vector.store(ring_ + vector_of(stage, i) * Vector::kBytes);
   }
   __device__ static void store_codes(std::byte* to, const Codes& codes) {
     if constexpr (kCodesOfVector == 8)

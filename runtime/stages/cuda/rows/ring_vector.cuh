@@ -50,21 +50,22 @@ struct RingVector {
     return max(a & 0xffff0000u, b & 0xffff0000u) | max(a & 0xffffu, b & 0xffffu);
 #endif
   }
-  // Returns the largest magnitude.
-  __device__ uint32_t amax() const {
-    if constexpr (kHasHalves) {
-      uint32_t halves = 0;
+  // The largest of two magnitudes, or of two pairs of them where a word has two.
+  __device__ static uint32_t max_of(uint32_t a, uint32_t b) {
+    return kHasHalves ? max_of_halves(a, b) : max(a, b);
+  }
+  // Returns the largest magnitude, or two where a word has two: that of its low and that of its high halves.
+  __device__ uint32_t amax_of_words() const {
+    constexpr uint32_t kMagnitudes = kHasHalves ? 0x7fff7fffu : formats::kMagnitudeBits;
+    uint32_t most = 0;
 #pragma unroll
-      for (uint32_t word : words)
-        halves = max_of_halves(halves, word & 0x7fff7fffu);
-      return max(halves >> 16, halves & 0xffff);
-    } else {
-      uint32_t magnitude = 0;
-#pragma unroll
-      for (uint32_t word : words)
-        magnitude = max(magnitude, word & formats::kMagnitudeBits);
-      return magnitude;
-    }
+    for (uint32_t word : words)
+      most = max_of(most, word & kMagnitudes);
+    return most;
+  }
+  // Returns the largest of those.
+  __device__ static uint32_t largest_of(uint32_t magnitudes) {
+    return kHasHalves ? max(magnitudes >> 16, magnitudes & 0xffff) : magnitudes;
   }
   __device__ static float value_of(uint32_t magnitude) {
     if constexpr (std::is_same_v<T, __half>) {
