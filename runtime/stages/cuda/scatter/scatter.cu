@@ -7,7 +7,8 @@
 //   send     store a token's row once to each peer that it goes to:     the entry barrier; a free cell of the signal warp
 //            into the token's first live slot there when the receive
 //            rows lie in an allocation of the group, else, and where
-//            this rank stages its rows, into staging
+//            this rank stages its rows, into staging. Scales of
+//            rows (row_format.cuh) always go into staging
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
 //            In a small grid send and signal warps receive when
