@@ -48,12 +48,7 @@ void report_rows_beyond(const Movement& movement) {
   group.status.record(too_few_rows_event(group.protocol.name(), beyond, recv_rows, movement.plan.header->rows_in_use));
 }
 
-void find_rows(HostGroup& group, const MovementCall& call, bool is_compact) {
-  if (is_compact) {
-    std::fill(group.scratch.rows_base.begin(), group.scratch.rows_base.end(), nullptr);
-    std::fill(group.scratch.weights_base.begin(), group.scratch.weights_base.end(), nullptr);
-    return;
-  }
+void find_rows(HostGroup& group, const MovementCall& call) {
   for (int rank = 0; rank < group.window.num_ranks; ++rank) {
     const CallDescriptor& descriptor = group.protocol.descriptor_of(rank);
     const auto index = static_cast<size_t>(rank);
@@ -67,7 +62,7 @@ void find_rows(HostGroup& group, const MovementCall& call, bool is_compact) {
 Movement movement_of_own_plan(HostGroup& group, const MovementCall& call) {
   const HandleReader plan(call.handle_mem, make_handle_layout(group.context.shape, call.top_k));
   std::fill(group.scratch.active.begin(), group.scratch.active.end(), uint8_t{1});
-  find_rows(group, call, false); // no zones are compact
+  find_rows(group, call);
   return {group, call, plan, HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), true};
 }
 
@@ -80,6 +75,8 @@ Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescript
                           HandleLimits(group.context.shape, call.top_k, call.num_slots(group.context.shape)), usable};
 
   descriptor.plan_id = usable ? plan.header->plan_id : 0;
+  if (usable && movement.is_compact())
+    descriptor.rows_allocation = descriptor.weights_allocation = kNotRegistered.allocation;
   group.protocol.begin(call.operation);
   group.protocol.arrive(descriptor);
 
@@ -96,7 +93,7 @@ Movement begin_movement(HostGroup& group, const MovementCall& call, CallDescript
                                             group.protocol.descriptor_of(mismatched_rank).plan_id, mismatched_rank));
   if (!usable) return movement;
   report_rows_beyond(movement);
-  find_rows(group, call, movement.is_compact());
+  find_rows(group, call);
   return movement;
 }
 

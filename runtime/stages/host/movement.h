@@ -39,7 +39,7 @@ struct Movement {
            route.slot < group.protocol.descriptor_of(route.rank).recv_rows;
   }
   // Rank-major: returns whether the receive rows of the sources follow each other. No peer knows where this rank has its rows
-  // then, so that none is read or stored in place.
+  // then, so that its descriptor names no place.
   bool is_compact() const { return call.is_rank_major() && plan.header->is_compact != 0; }
   // Returns the row of the receive tensors that a slot of this rank is.
   int64_t row_of_slot(int64_t slot) const {
@@ -69,8 +69,8 @@ inline AllocationPlace place_of(const HostGroup& group, const MovementCall& call
   return group.allocations.locate(rows, call.recv_rows * recv_row_bytes(call));
 }
 
-// Finds each peer's receive rows and weights in registered memory; NULL where they are not in any, or the plan is compact.
-void find_rows(HostGroup& group, const MovementCall& call, bool is_compact);
+// Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
+void find_rows(HostGroup& group, const MovementCall& call);
 
 // Behind the entry barrier of a call that makes its plan itself, so that all ranks take part. The group and the call must
 // outlive the Movement.

@@ -186,8 +186,8 @@ void gather(HostGroup& group, const MovementCall& call, const GatherTensors& ten
   const bool is_quantised = call.format.is_quantised();
   const bool weighted = tensors.row_weights != nullptr;
   const bool exact = group.context.shape.precision == EPX_COMBINE_EXACT;
-  const bool is_in_place = !is_quantised && !group.context.shape.sums_by_node() && !movement.is_compact() &&
-                           all_rows_are_registered(group, tensors); // on all ranks alike
+  const bool is_in_place =
+      !is_quantised && !group.context.shape.sums_by_node() && all_rows_are_registered(group, tensors); // on all ranks alike
   if (movement.takes_part) {
     if (is_in_place)
       sum_in_place(movement, tensors);

@@ -37,8 +37,8 @@ public:
     // The board is written before peers arrive and read before they may complete, as CallExchange does.
     for (int rank = 0; rank < shape_.num_ranks; ++rank)
       *counts_at(rank, window_.rank) = rows_to_[static_cast<size_t>(rank)];
-    group_.protocol.arrive(describe(call_, place_of(group_, call_, call_.recv_tokens)));
-    find_rows(group_, call_, call_.is_compact);
+    group_.protocol.arrive(describe(call_, call_.is_compact ? kNotRegistered : place_of(group_, call_, call_.recv_tokens)));
+    find_rows(group_, call_);
     read_counts();
     RowSender<Format> sender(group_, call_, {call_.tokens, call_.sidecar, call_.sidecar_bytes}, Format(call_));
     for (int64_t token = 0; token < call_.num_tokens; ++token)
