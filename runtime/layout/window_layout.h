@@ -303,9 +303,9 @@ struct WindowLayout {
   constexpr const Region& rank_major_routes() const { return ll_slot_records; }
 };
 
-// Returns whether a rank with so many tokens sends its rows on the low-latency path where it does so before it knows of the
-// others' (prepare_dispatch): its peers learn the number from its call descriptor.
-constexpr bool sends_ll_rows(const WindowLayout& layout, int64_t num_tokens, int top_k) {
+// Returns whether the rows of a rank with so many tokens fit the staging of the low-latency path. So it may send them there before
+// it knows of the others' (prepare_dispatch): its peers learn the number from its call descriptor.
+constexpr bool fits_ll_staging(const WindowLayout& layout, int64_t num_tokens, int top_k) {
   return num_tokens >= 0 && num_tokens <= layout.ll_tokens && num_tokens * top_k <= layout.gathered_routes_per_rank;
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// prepare_dispatch of a rank with few tokens (sends_ll_rows), on the low-latency path. Its rows leave as LL lines before any
+// prepare_dispatch of a rank with few tokens (sends_ll_lines), on the low-latency path. Its rows leave as LL lines before any
 // slot is known, since their staging is keyed by (source, token): to each rank that a valid expert of the token lives on. A
 // rank with more tokens takes the kernel of ht_prepare_dispatch.cu where staging is keyed by (source, token), rows have no format,
 // and that kernel pays (LaunchPlan::has_ht_prepare_dispatch()); otherwise it takes two kernels, prepare's and then scatter's

@@ -73,7 +73,7 @@ struct Dispatch {
   }
 };
 
-// The dispatch of prepare_dispatch: each source has chosen its path by its own number of tokens (sends_ll_rows). Weights are
+// The dispatch of prepare_dispatch: each source has chosen its path by its own number of tokens (sends_ll_lines). Weights are
 // staged by token, since rows may leave before their slots are known.
 template <typename WireFormat>
 struct MixedDispatch : Dispatch<WireFormat> {
@@ -123,7 +123,7 @@ struct ScatterParams : MovementParams {
 template <typename Format>
 __host__ __device__ inline bool sends_ll_lines(const GroupContext& context, int64_t num_tokens, int top_k) {
   return (Format::kIsReceiveFormat || context.shape.num_experts <= kMaxQuantisedLlExperts) &&
-         sends_ll_rows(context.layout, num_tokens, top_k);
+         fits_ll_staging(context.layout, num_tokens, top_k);
 }
 // Returns whether a rank is a peer that has sent its rows so.
 template <typename Format>
