@@ -20,6 +20,7 @@ struct Kind {
   int top_k;
   int max_tokens;
   RoutingStyle routing;
+  RankMajorRows rank_major = RankMajorRows::absent;
   bool is_for_ht_path = false; // as the one before it, but for the number of tokens
   int num_nodes = 1;           // of the host transport
 };
@@ -27,11 +28,17 @@ struct Kind {
 // On one SM the routing all-gather takes up to 8192 routes of all ranks, and the LL path up to 2048 tokens of all ranks
 // (runtime/layout/window_layout.h): on 40 ranks 204 routes each. So the kernels take the LL path for the first of each pair of
 // these, and the HT path for the second, which the host transport leaves out.
+// Of rank-major calls M decides instead. The rows of the repeated routes are compact, those of the others are not.
+constexpr auto kExact = RankMajorRows::exact, kAbsent = RankMajorRows::absent;
 constexpr Kind kKinds[] = {
-    {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct}, {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct, true},
-    {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform}, {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform, true},
-    {EPX_COMBINE_WIRE, 64, 3, RoutingStyle::repeated}, {EPX_COMBINE_WIRE, 64, 5, RoutingStyle::repeated, true},
-    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},  {EPX_COMBINE_NODE, 64, 3, RoutingStyle::uniform, false, 5},
+    {EPX_COMBINE_WIRE, 40, 5, RoutingStyle::distinct, kExact},
+    {EPX_COMBINE_WIRE, 40, 7, RoutingStyle::distinct, kExact, true},
+    {EPX_COMBINE_EXACT, 64, 3, RoutingStyle::uniform},
+    {EPX_COMBINE_EXACT, 64, 5, RoutingStyle::uniform, kAbsent, true},
+    {EPX_COMBINE_WIRE, 64, 3, RoutingStyle::repeated, kExact},
+    {EPX_COMBINE_WIRE, 64, 5, RoutingStyle::repeated, kExact, true},
+    {EPX_COMBINE_EXACT, 3, 9, RoutingStyle::uniform},
+    {EPX_COMBINE_NODE, 64, 3, RoutingStyle::uniform, kAbsent, false, 5},
 };
 
 Case make_case(const Kind& kind, int num_ranks, const std::string& transport) {
@@ -53,6 +60,8 @@ Case make_case(const Kind& kind, int num_ranks, const std::string& transport) {
   layer.tokens = TokenCount::full;
   layer.routing = kind.routing;
   layer.percent_masked = 5;
+  layer.rank_major = kind.rank_major;
+  layer.rank_major_compact = kind.rank_major == kExact && kind.routing == RoutingStyle::repeated;
   layer.hidden = layer.combine_hidden = 16;
   layer.dtype = layer.combine_dtype = EPX_BFLOAT16;
   layer.sidecar_bytes = 8;
