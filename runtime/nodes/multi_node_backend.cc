@@ -402,7 +402,7 @@ private:
                name_of(call.operation));
   }
 
-  // Makes the leg's call; its sums are what goes home, or, where a precision sends other rows, go where nobody reads them.
+  // Makes the leg's call; its sums are what goes home, unless the precision sends other rows.
   void gather_leg(LegCall<CombineCall>& leg, const RailArea& area) {
     leg.call.out = sums_of_leg(leg, area);
     node_->stages().combine(leg.call);
@@ -415,8 +415,8 @@ private:
   }
   template <typename Leg>
   std::byte* sums_of_leg(const Leg& leg, const RailArea& area) const {
+    if (shape_.group.precision != EPX_COMBINE_NODE) return nullptr;
     const int64_t row_bytes = epx::row_bytes(leg.call.dtype, leg.call.hidden);
-    if (shape_.group.precision != EPX_COMBINE_NODE) return buffers_.to_rails.area().rows_of(shape_.own_node, row_bytes);
     return area.rows_of(leg.node, row_bytes) + leg.first_token * row_bytes;
   }
 

@@ -119,7 +119,7 @@ struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
 struct CombineCall : MovementCall {
   const std::byte* expert_out; // [N, H]
   const float* recv_weights;   // [N]; may be NULL
-  std::byte* out;              // [T, H]
+  std::byte* out;              // [T, H]; NULL: the sums are not wanted, as in GatherTensors
 
   constexpr int32_t passed_weights() const { return recv_weights != nullptr ? 1 : 0; }
 };
@@ -141,7 +141,7 @@ struct CombineBwdCall : MovementCall {
 struct DispatchBwdCall : MovementCall {
   const std::byte* grad_recv;     // [N, H]
   const float* grad_recv_weights; // [N], rank-major [P, M, K]; may be NULL
-  std::byte* grad_tokens;         // [T, H]
+  std::byte* grad_tokens;         // [T, H]; as CombineCall::out
   float* grad_topk_weights;       // [T, K]; NULL iff grad_recv_weights is
 
   constexpr int32_t passed_weights() const { return grad_recv_weights != nullptr ? 2 : 0; }
