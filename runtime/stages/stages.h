@@ -47,6 +47,7 @@ struct FormatTensors {
   const float* encode_scale = nullptr; // [1]; may be NULL
   std::byte* recv_scales = nullptr;    // in recv_layout; NULL: rows are dequantised where they land
   float* recv_row_scales = nullptr;    // [N]; NULL unless the format has row scales and rows arrive quantised
+  bool come_on_wire = false; // rows come as WireRow, pitch() apart, and have no other tensors: a leg's, from another node
   ScaleLayout recv_layout;
 };
 
@@ -97,6 +98,12 @@ struct DispatchCall : MovementCall {
 
   constexpr int32_t passed_weights() const { return topk_weights != nullptr ? 1 : 0; }
 };
+
+// Returns the bytes of a row that a scatter is given. Call has format_tensors.
+template <typename Call>
+constexpr int64_t input_row_bytes(const Call& call) {
+  return call.format_tensors.come_on_wire ? WireRow(call.format, call.hidden).pitch() : row_bytes(call.dtype, call.hidden);
+}
 
 // dispatch reads the handle memory that prepare writes.
 struct PrepareDispatchCall {
