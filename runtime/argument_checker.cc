@@ -240,7 +240,6 @@ void ArgumentChecker::format(const epx_row_format* format) {
   if (format == nullptr) return;
   call_.format = check_format(*format, function_);
   format_ = format;
-  require_formats(context_.window_access == WindowAccess::by_kernels, context_.shape.num_nodes(), function_);
 }
 
 FormatTensors ArgumentChecker::format_tensors() {

@@ -659,9 +659,9 @@ EPX_API epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, 
  * max(2^-3 * |p|, 2^-17 * s) for E5M2, times 1 + 2^-16, plus 2^-120, where q * s is finite. The errors of a token's partial
  * sums add up. To that come the roundings of the sum at home.
  *
- * With a format max_token_dtype bounds what travels, a row with its scales, and tensors may be wider than it. Groups of
- * several nodes on GPUs refuse a format (UNSUPPORTED). On GPUs combine_bwd and sums with one take the high-throughput path,
- * and so does epx_prepare_dispatch in a group of more than 1024 experts.
+ * With a format max_token_dtype bounds what travels, a row with its scales, and tensors may be wider than it. On GPUs
+ * combine_bwd and sums with one take the high-throughput path, and so does epx_prepare_dispatch in a group of more than 1024
+ * experts.
  * @{ */
 
 /** How the elements of a quantised row are scaled. */

@@ -86,7 +86,6 @@ void require_fit(const epx_group_info& info, const epx_moe_block_config& config)
   if (single_element_bytes(config.dtype) > single_element_bytes(info.max_token_dtype))
     fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}, which is wider than the group's max_token_dtype, {}",
          name_of(config.dtype), name_of(info.max_token_dtype));
-  if (config.dispatch_format != nullptr) require_formats(on_gpu, info.num_ranks / info.ranks_per_node, kFormatName);
 }
 
 void plan_with_group(const epx_group_info& info, BlockPlan& plan) {

@@ -9,9 +9,9 @@ import typing
 import numpy
 
 from . import _structs
-from ._structs import DTYPES, DTYPE_NAMES, CombinePrecision, Scaling, ScaleLayout, Status, Transport
+from ._structs import DTYPES, DTYPE_NAMES, CombinePrecision, Scaling, ScaleLayout
 from ._values import member, name_of, number, refuse, refuse_choice, refuse_kind, require_kind
-from .errors import UnsupportedError, raise_if_failed
+from .errors import raise_if_failed
 
 _FLOAT32, _E8M0, _E4M3, _E5M2, _E2M1 = "float32", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 ELEMENTS = _E4M3, _E5M2, _E2M1
@@ -294,10 +294,6 @@ def on_wire(name, row_format, group, shape=(), *, sums):
         refuse(f"{name} is given, and the group's combine_precision is {precision}; it must be wire for quantised sums")
     if max_dtype == _E2M1 and row_format.dtype != _E2M1:  # all others have room for all formats
         refuse(f"{name} has dtype {row_format.dtype}, and the group's max_token_dtype {max_dtype} has no room for it")
-    if group.transport == Transport.NCCL and group.ranks_per_node != group.num_ranks:
-        num_nodes = group.num_ranks // group.ranks_per_node
-        sentence = f"{name} is given, and the group has {num_nodes} nodes, between which rows travel as they are"
-        raise UnsupportedError(sentence, Status.UNSUPPORTED)
     if shape:
         row_format.require_whole_bytes(shape[-1])
     return list(row_format.codes), row_format.amax_floor

@@ -88,11 +88,4 @@ void require_whole_bytes(const WireFormat& format, int64_t hidden, const char* f
          function, hidden, name_of(format.scaling));
 }
 
-void require_formats(bool on_gpus, int num_nodes, const char* function) {
-  if (on_gpus && num_nodes > 1)
-    fail(EPX_ERROR_UNSUPPORTED,
-         "{}: the call has a row format, and the group has {} nodes, between which rows travel as they are", function,
-         num_nodes);
-}
-
 } // namespace epx

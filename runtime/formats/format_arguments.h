@@ -17,7 +17,4 @@ WireFormat check_format(const epx_row_format& format, const char* function);
 // Throws INVALID_ARGUMENT unless a quantised row of `hidden` elements has whole bytes.
 void require_whole_bytes(const WireFormat& format, int64_t hidden, const char* function);
 
-// Throws UNSUPPORTED unless a group of so many nodes takes calls with a format. `on_gpus`: its transport is one of GPUs.
-void require_formats(bool on_gpus, int num_nodes, const char* function);
-
 } // namespace epx

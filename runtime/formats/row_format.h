@@ -28,7 +28,7 @@ struct WireFormat {
   constexpr int64_t scale_bytes(int64_t hidden) const { return row_bytes(scales, num_scales(hidden)); }
 };
 
-// A quantised row in staging: its elements, its row scale where it has one, and its scales, each behind the one before.
+// A quantised row in staging, or on its way between nodes: its elements, its row scale where it has one, and its scales, each behind the one before.
 struct WireRow {
   int64_t row_scale; // offset in bytes
   int64_t scales;    // offset in bytes
@@ -37,6 +37,9 @@ struct WireRow {
   constexpr WireRow(const WireFormat& format, int64_t hidden)
       : row_scale((format.element_bytes(hidden) + kAlignment - 1) / kAlignment * kAlignment),
         scales(row_scale + (format.has_row_scale() ? kAlignment : 0)), bytes(scales + format.scale_bytes(hidden)) {}
+
+  // Returns the bytes from one row to the next where rows follow each other.
+  constexpr int64_t pitch() const { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 private:
   static constexpr int64_t kAlignment = 16; // bytes, of vector loads and bulk copies

@@ -22,19 +22,29 @@ struct AgreedFields {
   // Of a movement, as in CallDescriptor; 0 in prepare.
   int32_t hidden = 0;
   int32_t dtype = 0;
+  int32_t recv_dtype = 0;
+  int32_t scaling = 0;
+  int32_t element_dtype = 0;
+  int32_t scale_dtype = 0;
+  uint32_t amax_floor = 0;
   int32_t weights = 0;
   int32_t sidecar_bytes = 0;
   int32_t has_fixed_sizes = 0; // 1: rows travel in fixed sizes; all ranks or none capture the call
 
   constexpr bool operator==(const AgreedFields&) const = default;
 };
-// Between the two forms of these fields. Groups of several nodes have no row formats.
+// Between the two forms of these fields.
 constexpr AgreedFields agreed_fields(const CallDescriptor& call, bool has_fixed_sizes) {
   return {.operation = call.operation,
           .top_k = call.top_k,
           .alignment = call.alignment,
           .hidden = call.hidden,
           .dtype = call.dtype,
+          .recv_dtype = call.recv_dtype,
+          .scaling = call.scaling,
+          .element_dtype = call.element_dtype,
+          .scale_dtype = call.scale_dtype,
+          .amax_floor = call.amax_floor,
           .weights = call.weights,
           .sidecar_bytes = call.sidecar_bytes,
           .has_fixed_sizes = has_fixed_sizes ? 1 : 0};
@@ -46,7 +56,12 @@ constexpr CallDescriptor descriptor_with(const AgreedFields& fields) {
   call.alignment = fields.alignment;
   call.subject = fields.zone_stride;
   call.hidden = fields.hidden;
-  call.dtype = call.recv_dtype = static_cast<uint8_t>(fields.dtype);
+  call.dtype = static_cast<uint8_t>(fields.dtype);
+  call.recv_dtype = static_cast<uint8_t>(fields.recv_dtype);
+  call.scaling = static_cast<uint8_t>(fields.scaling);
+  call.element_dtype = static_cast<uint8_t>(fields.element_dtype);
+  call.scale_dtype = static_cast<uint8_t>(fields.scale_dtype);
+  call.amax_floor = fields.amax_floor;
   call.weights = static_cast<uint8_t>(fields.weights);
   call.sidecar_bytes = fields.sidecar_bytes;
   return call;
@@ -85,6 +100,11 @@ constexpr int64_t record_words(const MultiNodeShape& shape) {
   return kRecordHeaderWords + shape.num_chunks();
 }
 
+// Returns the bytes from one row of a call to the next beside the rails. A quantised row travels as WireRow.
+constexpr int64_t rail_row_bytes(const WireFormat& format, epx_dtype dtype, int64_t hidden) {
+  return format.is_quantised() ? WireRow(format, hidden).pitch() : row_bytes(dtype, hidden);
+}
+
 // Rows of one direction with their weights and sidecars, of all nodes; see RailArea in
 // runtime/nodes/multi_node_kernels.h.
 struct RailRowsLayout {
@@ -107,7 +127,7 @@ inline RailRowsLayout make_rail_rows_layout(const MultiNodeShape& shape) {
     layout.total_bytes = checked_add(layout.total_bytes, checked_round_up(bytes, kRegionAlignment, what), what);
     return checked_round_up(bytes, kRegionAlignment, what);
   };
-  layout.all_rows_bytes = of_all_nodes(layout.node_rows, max_wire_bytes(group.max_token_dtype, group.hidden_dim));
+  layout.all_rows_bytes = of_all_nodes(layout.node_rows, staged_row_stride(group, what));
   layout.all_weights_bytes = of_all_nodes(layout.node_weights, sizeof(float));
   of_all_nodes(shape.padded_tokens(), group.max_sidecar_bytes);
   return layout;

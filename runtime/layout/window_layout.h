@@ -190,6 +190,11 @@ inline int64_t row_pitch(int64_t bytes, const char* what) {
   return checked_round_up(bytes, kRowAlignment, what);
 }
 
+// Returns the bytes from one staged row to the next, which are those of the longest row that the group takes.
+inline int64_t staged_row_stride(const GroupShape& shape, const char* what) {
+  return checked_round_up(max_wire_bytes(shape.max_token_dtype, shape.hidden_dim), kStagedRowAlignment, what);
+}
+
 // A region is a contiguous range of bytes of the window.
 struct Region {
   int64_t offset;
@@ -334,7 +339,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   };
 
   const int64_t max_row_bytes = row_pitch(max_wire_bytes(shape.max_token_dtype, shape.hidden_dim), what);
-  layout.row_stride = checked_round_up(max_row_bytes, kStagedRowAlignment, what);
+  layout.row_stride = staged_row_stride(shape, what);
   layout.sidecar_stride = row_pitch(shape.max_sidecar_bytes, what);
   // A token's row is staged once per receiver: by (source, token), or, where that table would be the larger one, by slot.
   layout.scatter_by_token = ranks * tokens <= shape.max_recv_tokens;

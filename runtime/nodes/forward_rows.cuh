@@ -4,19 +4,12 @@
 #pragma once
 
 #include "runtime/nodes/multi_node_kernels.h"
+#include "runtime/nodes/rail_sums.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 #include "runtime/stages/cuda/rows/staging.cuh"
 
 namespace epx::cuda {
-
-// Fills a row with -0, the identity of addition in every rounding to nearest: x + -0 is x, and fma(w, -0, x) is x for each
-// finite w >= 0. A row of +0 would turn a sum of -0, as an underflow can leave it, into +0.
-template <typename T>
-__device__ inline void fill_with_negative_zeros(T* to, int64_t hidden) {
-  for (int64_t h = lane(); h < hidden; h += kWarp)
-    to[h] = T(-0.0f);
-}
 
 struct ForwardTensors {
   const std::byte* rows;    // [N, H]: this rank's own
@@ -33,12 +26,14 @@ struct ForwardParams : MovementParams, ForwardTensors {
 };
 
 // Each warp has one. The staged rows are those that gather.cu has waited for.
-template <typename T>
+template <typename Sums>
 class RowForwarder {
+  using T = typename Sums::Element;
+
 public:
   __device__ RowForwarder(const ForwardParams& params, const Movement& movement, TmaRowPipeline& pipeline)
       : params_(params), args_(params.call), movement_(movement), pipeline_(pipeline), staging_(params.group),
-        is_exact_(params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
+        sums_(params.call), is_exact_(Sums::kTakesExact && params.group.context.shape.precision == EPX_COMBINE_EXACT) {}
 
   __device__ void forward(const WorkPartition& warp) const {
 #pragma unroll 1
@@ -65,9 +60,8 @@ private:
     return params_.node == params_.shape.own_node ? plan.home_back_rows(params_.node)[position]
                                                   : plan.relay_back_rows(params_.node)[position];
   }
-  __device__ T* row_at(int64_t row) const {
-    const int64_t row_bytes = args_.hidden * static_cast<int64_t>(sizeof(T));
-    return reinterpret_cast<T*>(params_.area.rows_of(params_.node, row_bytes)) + row * args_.hidden;
+  __device__ std::byte* row_at(int64_t row) const {
+    return params_.area.rows_of(params_.node, sums_.row_bytes()) + row * sums_.row_bytes();
   }
   __device__ const T* own_row(int32_t slot) const {
     return reinterpret_cast<const T*>(params_.rows) + slot * static_cast<int64_t>(args_.hidden);
@@ -75,16 +69,14 @@ private:
   __device__ float own_weight(int32_t slot) const {
     return params_.row_weights != nullptr && slot >= 0 ? params_.row_weights[slot] : 1.0f;
   }
-  __device__ const T* staged_row(int64_t row) const {
-    return reinterpret_cast<const T*>(staging_.row(params_.group.context.rank, row));
+  __device__ const std::byte* staged_row(int64_t row) const {
+    return staging_.row(params_.group.context.rank, row);
   }
   __device__ float staged_weight(int64_t route) const {
     return staging_.weights(params_.group.context.rank)[route];
   }
-  __device__ void copy_row(const T* from, T* to) const {
-    begin_copy_row_to_destinations(pipeline_, reinterpret_cast<const std::byte*>(from),
-                                   args_.hidden * static_cast<int64_t>(sizeof(T)),
-                                   lane() == 0 ? reinterpret_cast<std::byte*>(to) : nullptr);
+  __device__ void copy_row(const std::byte* from, std::byte* to) const {
+    begin_copy_row_to_destinations(pipeline_, from, sums_.row_bytes(), lane() == 0 ? to : nullptr);
   }
 
   // Precision wire. `kept`, `live` and `own` have a bit for each route: it was kept by prepare; is live; and is this rank's
@@ -105,13 +97,13 @@ private:
     for (uint64_t left = kept_ranks; left != 0; left &= left - 1) {
       const int ordinal = lowest_bit(left);
       if (first_row + ordinal >= params_.area.node_rows) return;
-      T* const to = row_at(first_row + ordinal);
+      std::byte* const to = row_at(first_row + ordinal);
       if (ordinal == own_ordinal)
-        sum_rows<false>(pipeline_, own_terms(routes, own), to, args_.hidden);
+        sums_.send(pipeline_, own_terms(routes, own), to);
       else if ((live_ranks >> ordinal & 1) != 0)
         copy_row(staged_row(staging_.row_of(token, args_.top_k, ordinal)), to);
       else
-        fill_with_negative_zeros(to, args_.hidden);
+        sums_.send_identity(to);
     }
   }
   // This rank's slots of a token, in k order.
@@ -138,9 +130,9 @@ private:
       const int64_t route = route_index(token, args_.top_k, k);
       const bool is_live = (live >> k & 1) != 0, is_own = (own >> k & 1) != 0;
       if (is_live)
-        copy_row(is_own ? own_row(slot) : staged_row(route), row_at(row));
+        copy_row(is_own ? reinterpret_cast<const std::byte*>(own_row(slot)) : staged_row(route), row_at(row));
       else
-        fill_with_negative_zeros(row_at(row), args_.hidden);
+        sums_.send_identity(row_at(row));
       if (params_.row_weights != nullptr && lane() == 0)
         params_.area.weights_of(params_.node)[row] = !is_live ? 0.0f : is_own ? own_weight(slot) : staged_weight(route);
     }
@@ -151,6 +143,7 @@ private:
   const Movement& movement_;
   TmaRowPipeline& pipeline_;
   GatherStaging staging_;
+  Sums sums_;
   bool is_exact_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "runtime/nodes/multi_node_kernels.h"
 #include "runtime/nodes/rail_records.h"
+#include "runtime/nodes/rail_sums.cuh"
 #include "runtime/stages/cuda/movement.cuh"
 #include "runtime/stages/cuda/rows/rows.cuh"
 
@@ -16,22 +17,24 @@ struct SumParams {
 
 // Each warp has one. Handle memory is not trusted: a row that the area does not have takes no step, and no sum has more terms
 // than a token can have routes.
-template <typename T>
+template <typename Sums>
 class HomeSums {
+  using T = typename Sums::Element;
+
 public:
   __device__ HomeSums(const SumParams& params, TmaRowPipeline& pipeline)
       : params_(params), args_(params.call.call), shape_(params.nodes.shape),
         plan_(args_.handle_mem, params.nodes.layout, params.nodes.shape),
-        records_(params.nodes.shape, params.nodes.received_records), pipeline_(pipeline) {}
+        records_(params.nodes.shape, params.nodes.received_records), pipeline_(pipeline), sums_(args_) {}
 
   __device__ void sum(const WorkPartition& warp) const {
 #pragma unroll 1
     for (int64_t token = warp.index; token < args_.num_tokens; token += warp.count) {
-      const bool is_exact = shape_.group.precision == EPX_COMBINE_EXACT;
+      const bool is_exact = Sums::kTakesExact && shape_.group.precision == EPX_COMBINE_EXACT;
       PerRoute<int32_t> nodes{-1, -1};
       if (is_exact || params_.call.weight_grads_out != nullptr) nodes = nodes_of_routes(token);
       const SumTerms<T> terms = is_exact ? terms_of_routes(token, nodes) : terms_of_nodes(token);
-      sum_rows<false>(pipeline_, terms, reinterpret_cast<T*>(params_.call.out) + token * args_.hidden, args_.hidden);
+      sums_.sum(pipeline_, terms, reinterpret_cast<T*>(params_.call.out) + token * args_.hidden);
       if (params_.call.weight_grads_out == nullptr) continue;
       store_weight(token, lane(), nodes.low);
       store_weight(token, kWarp + lane(), nodes.high);
@@ -48,9 +51,9 @@ private:
   __device__ int node_rows() const {
     return static_cast<int>(params_.call.area.node_rows);
   }
+  // Its type is that of terms: a row with a format is a WireRow.
   __device__ const T* row_at(int node, int64_t row) const {
-    const int64_t row_bytes = args_.hidden * static_cast<int64_t>(sizeof(T));
-    return reinterpret_cast<const T*>(params_.call.area.rows_of(node, row_bytes)) + row * args_.hidden;
+    return reinterpret_cast<const T*>(params_.call.area.rows_of(node, sums_.row_bytes()) + row * sums_.row_bytes());
   }
 
   // Returns the node of each route that was kept; -1: it was not, or nothing comes from that node, whose rail peer is not
@@ -147,6 +150,7 @@ private:
   MultiNodeHandleReader plan_;
   RailRecords records_;
   TmaRowPipeline& pipeline_;
+  Sums sums_;
 };
 
 } // namespace epx::cuda

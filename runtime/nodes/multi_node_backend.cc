@@ -317,14 +317,13 @@ private:
     const OpenLegs legs = open_legs(call, stream, has_fixed_sizes);
     const MultiNodeCall& nodes = legs.nodes;
     const RailSizes& sizes = legs.sizes;
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     const RailArea& sent = buffers_.to_rails.area();
     const RailArea& received = buffers_.from_rails.area();
     fork_rail_stream(stream);
     for_each_chunk([&](int chunk) {
       const PackCall pack = pack_call(call, sent, chunk);
       check_cuda(launch_pack_rows(nodes, pack, num_leg_sms(), rails_on_), name_of(call.operation));
-      exchange_rows(row_bytes, pack.sidecar_bytes, [&](int node) {
+      exchange_rows(rail_row_bytes(call), pack.sidecar_bytes, [&](int node) {
         const RailRange tokens{first_token(chunk), sizes.home_tokens(node, chunk), sizes.relay_tokens(node, chunk)};
         return RowsOfNode{tokens, tokens.times(pack.weights != nullptr ? call.top_k : 0)};
       });
@@ -341,19 +340,18 @@ private:
   }
 
   static PackCall pack_call(const DispatchCall& call, const RailArea& area, int chunk) {
-    return {call, call.tokens, call.topk_weights, call.sidecar, call.sidecar_bytes, area, chunk};
+    return {call, call.tokens, call.format_tensors, call.topk_weights, call.sidecar, call.sidecar_bytes, area, chunk};
   }
   static PackCall pack_call(const CombineBwdCall& call, const RailArea& area, int chunk) {
-    return {call, call.grad_out, nullptr, nullptr, 0, area, chunk};
+    return {call, call.grad_out, call.format_tensors, nullptr, nullptr, 0, area, chunk};
   }
 
   void scatter_leg(const MultiNodeCall& nodes, const DispatchCall& call, int node, int chunk, int64_t tokens,
                    const RailArea& received) {
     const bool is_own = node == shape_.own_node;
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     LegCall<DispatchCall> leg(*this, nodes, call, node, chunk, tokens);
     leg.call.clears_pads = call.clears_pads && leg.call.reports_events;
-    leg.call.tokens = (is_own ? call.tokens : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
+    leg.call.tokens = rows_of_leg(leg, call.tokens, received);
     if (const int64_t bytes = call.sidecar_bytes; bytes > 0)
       leg.call.sidecar = (is_own ? call.sidecar : received.sidecars_of(node, bytes)) + leg.first_token * bytes;
     if (call.topk_weights != nullptr)
@@ -362,11 +360,25 @@ private:
   }
   void scatter_leg(const MultiNodeCall& nodes, const CombineBwdCall& call, int node, int chunk, int64_t tokens,
                    const RailArea& received) {
-    const int64_t row_bytes = epx::row_bytes(call.dtype, call.hidden);
     LegCall<CombineBwdCall> leg(*this, nodes, call, node, chunk, tokens);
-    leg.call.grad_out =
-        (node == shape_.own_node ? call.grad_out : received.rows_of(node, row_bytes)) + leg.first_token * row_bytes;
+    leg.call.grad_out = rows_of_leg(leg, call.grad_out, received);
     node_->stages().combine_bwd(leg.call);
+  }
+  // Returns the rows that a leg of a scatter is given, and sets what a format has beside them. `own` are those of the call. What
+  // has come by rail has been quantised on its way.
+  template <typename Call>
+  const std::byte* rows_of_leg(LegCall<Call>& leg, const std::byte* own, const RailArea& received) const {
+    FormatTensors& tensors = leg.call.format_tensors;
+    if (leg.node != shape_.own_node) {
+      tensors.come_on_wire = leg.call.format.is_quantised();
+      tensors.scales = nullptr;
+      tensors.row_scales = tensors.encode_scale = nullptr;
+      const int64_t bytes = rail_row_bytes(leg.call);
+      return received.rows_of(leg.node, bytes) + leg.first_token * bytes;
+    }
+    if (tensors.scales != nullptr) tensors.scales += leg.first_token * leg.call.format.scale_bytes(leg.call.hidden);
+    if (tensors.row_scales != nullptr) tensors.row_scales += leg.first_token;
+    return own + leg.first_token * row_bytes(leg.call.dtype, leg.call.hidden);
   }
 
   // Rows go from slots to tokens. A leg leaves what goes home in `sent`, and that of the own node in `received`.
@@ -402,7 +414,7 @@ private:
                name_of(call.operation));
   }
 
-  // Makes the leg's call; its sums are what goes home, or, where a precision sends other rows, go where nobody reads them.
+  // Makes the leg's call; its sums are what goes home, unless the precision sends other rows.
   void gather_leg(LegCall<CombineCall>& leg, const RailArea& area) {
     leg.call.out = sums_of_leg(leg, area);
     node_->stages().combine(leg.call);
@@ -415,15 +427,15 @@ private:
   }
   template <typename Leg>
   std::byte* sums_of_leg(const Leg& leg, const RailArea& area) const {
-    const int64_t row_bytes = epx::row_bytes(leg.call.dtype, leg.call.hidden);
-    if (shape_.group.precision != EPX_COMBINE_NODE) return buffers_.to_rails.area().rows_of(shape_.own_node, row_bytes);
+    if (shape_.group.precision != EPX_COMBINE_NODE) return nullptr;
+    const int64_t row_bytes = rail_row_bytes(leg.call);
     return area.rows_of(leg.node, row_bytes) + leg.first_token * row_bytes;
   }
 
   // Precision node: the partials of a chunk's tokens.
   void send_partials_home(const MovementCall& call, const RailSizes& sizes, bool carries_weights, int chunk) {
     hold_failed_rows(call.operation);
-    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+    exchange_rows(rail_row_bytes(call), 0, [&](int node) {
       const RailRange tokens{first_token(chunk), sizes.relay_tokens(node, chunk), sizes.home_tokens(node, chunk)};
       return RowsOfNode{tokens, tokens.times(carries_weights ? call.top_k : 0)};
     });
@@ -432,7 +444,7 @@ private:
   void send_rows_home(const MovementCall& call, const RailSizes& sizes, bool has_weights, bool carries_weights) {
     hold_failed_rows(call.operation);
     const bool has_row_weights = has_weights && shape_.group.precision == EPX_COMBINE_EXACT;
-    exchange_rows(epx::row_bytes(call.dtype, call.hidden), 0, [&](int node) {
+    exchange_rows(rail_row_bytes(call), 0, [&](int node) {
       const RailRange rows{0, sizes.relay_rows(node), sizes.home_rows(node)};
       const RailRange tokens{0, sizes.relay_tokens(node), sizes.home_tokens(node)};
       return RowsOfNode{rows, has_row_weights ? rows : tokens.times(carries_weights ? call.top_k : 0)};
@@ -455,6 +467,9 @@ private:
     RailRange weights; // floats
   };
 
+  static int64_t rail_row_bytes(const MovementCall& call) {
+    return epx::rail_row_bytes(call.format, call.dtype, call.hidden);
+  }
   // Rows go from one area to that of the rail peers. rows_of(node) says how many.
   template <typename RowsOf>
   void exchange_rows(int64_t row_bytes, int64_t sidecar_bytes, const RowsOf& rows_of) {

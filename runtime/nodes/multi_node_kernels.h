@@ -26,8 +26,8 @@ namespace epx::cuda {
 
 // ---- What travels by rail: see also runtime/layout/rail_layout.h ----
 
-// Rows beside the rails, by node. Rows of a call follow each other without gaps. What belongs to node m begins at
-// rows + m * node_rows * row_bytes of the call, weights + m * node_weights, sidecars + m * node_tokens * sidecar bytes of the
+// Rows beside the rails, by node. Rows of a call are rail_row_bytes() apart. What belongs to node m begins at
+// rows + m * node_rows * rail_row_bytes() of the call, weights + m * node_weights, sidecars + m * node_tokens * sidecar bytes of the
 // call.
 struct RailArea {
   std::byte* rows;
@@ -157,11 +157,12 @@ cudaError_t launch_hold_rows(const DeviceGroup& group, cudaStream_t stream);
 cudaError_t launch_check_transfer(const DeviceGroup& group, cudaStream_t stream);
 
 // Copies the rows (and weights [K], and sidecars) of the tokens of a chunk that go to other nodes into `area`, each at the
-// token's index among those of its node. `weights` and `sidecars` may be NULL.
-struct PackCall {
-  MovementCall call;
+// token's index among those of its node. Rows with a format are copied or quantised to WireRow there, rail_row_bytes() apart.
+// `weights` and `sidecars` may be NULL.
+struct PackCall : MovementCall {
   const std::byte* rows; // [T, H]
-  const float* weights;  // [T, K]
+  FormatTensors format_tensors;
+  const float* weights; // [T, K]
   const std::byte* sidecars;
   int64_t sidecar_bytes;
   RailArea area;
@@ -172,7 +173,8 @@ cudaError_t launch_pack_rows(const MultiNodeCall& nodes, const PackCall& call, i
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside
 // them, at area.weights by row, their weights if `row_weights` is not NULL. Where a rank has no partial sum, or a route was
-// dropped in this call, the row consists of -0, which changes no sum, and the weight is 0.
+// dropped in this call, the row consists of -0, which changes no sum, and the weight is 0. With a format rows are WireRow, and such
+// a row consists of +0.
 struct ForwardCall {
   MovementCall call;        // the leg's, with its layout; recv_rows and handle_mem are those of the group's call
   const std::byte* rows;    // [N, H]: this rank's own

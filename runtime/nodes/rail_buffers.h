@@ -10,7 +10,7 @@
 
 namespace epx::cuda {
 
-// Rows of one direction, weights and sidecars, of each node; the own node's part is scratch or holds its own partials.
+// Rows of one direction, weights and sidecars, of each node; the own node's part is unused or holds its own partials.
 class RailRows {
 public:
   explicit RailRows(const MultiNodeShape& shape);

@@ -47,6 +47,7 @@ struct FormatTensors {
   const float* encode_scale = nullptr; // [1]; may be NULL
   std::byte* recv_scales = nullptr;    // in recv_layout; NULL: rows are dequantised where they land
   float* recv_row_scales = nullptr;    // [N]; NULL unless the format has row scales and rows arrive quantised
+  bool come_on_wire = false; // rows come as WireRow, pitch() apart, and have no other tensors: a leg's, from another node
   ScaleLayout recv_layout;
 };
 
@@ -98,6 +99,12 @@ struct DispatchCall : MovementCall {
   constexpr int32_t passed_weights() const { return topk_weights != nullptr ? 1 : 0; }
 };
 
+// Returns the bytes of a row that a scatter is given. Call has format_tensors.
+template <typename Call>
+constexpr int64_t input_row_bytes(const Call& call) {
+  return call.format_tensors.come_on_wire ? WireRow(call.format, call.hidden).pitch() : row_bytes(call.dtype, call.hidden);
+}
+
 // dispatch reads the handle memory that prepare writes.
 struct PrepareDispatchCall {
   PrepareCall prepare;
@@ -119,7 +126,7 @@ struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
 struct CombineCall : MovementCall {
   const std::byte* expert_out; // [N, H]
   const float* recv_weights;   // [N]; may be NULL
-  std::byte* out;              // [T, H]
+  std::byte* out;              // [T, H]; NULL: the sums are not wanted, as in GatherTensors
 
   constexpr int32_t passed_weights() const { return recv_weights != nullptr ? 1 : 0; }
 };
@@ -141,7 +148,7 @@ struct CombineBwdCall : MovementCall {
 struct DispatchBwdCall : MovementCall {
   const std::byte* grad_recv;     // [N, H]
   const float* grad_recv_weights; // [N], rank-major [P, M, K]; may be NULL
-  std::byte* grad_tokens;         // [T, H]
+  std::byte* grad_tokens;         // [T, H]; as CombineCall::out
   float* grad_topk_weights;       // [T, K]; NULL iff grad_recv_weights is
 
   constexpr int32_t passed_weights() const { return grad_recv_weights != nullptr ? 2 : 0; }

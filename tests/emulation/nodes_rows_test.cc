@@ -674,7 +674,7 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
       Guarded out(World::at(world.num_tokens(r) * world.bytes_of_row()));
       Guarded carried(World::at(world.num_tokens(r) * world.c.top_k) * sizeof(float));
       for (int chunk = 0; chunk < rank->shape.num_chunks(); ++chunk) {
-        const PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), weights.data(), rows.data(), kSidecarBytes,
+        const PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), {}, weights.data(), rows.data(), kSidecarBytes,
                             rank->to_rails.view(),          chunk};
         finish(launch_pack_rows(rank->device(), pack, kSms, nullptr));
         for (int node = 0; node < world.c.nodes; ++node)

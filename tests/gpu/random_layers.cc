@@ -22,10 +22,7 @@ void run_group(const RankContext& context, uint64_t group_seed, uint64_t layers)
   for (uint64_t i = 0; i < layers; ++i) {
     described.seed = group_seed * 1'000'000 + i;
     described.layer = random_layer(described.group, described.seed);
-    if (num_nodes(described.group) > 1) { // refused there
-      described.layer.rank_major = RankMajorRows::absent;
-      described.layer.clear_formats();
-    }
+    if (num_nodes(described.group) > 1) described.layer.rank_major = RankMajorRows::absent; // refused there
     try {
       LayerRun layer(group, described.layer, Placement::random, described.seed);
       run_iteration(group, layer, make_workload(described.group, described.layer, described.seed));

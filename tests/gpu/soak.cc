@@ -141,15 +141,13 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
     if (kind.precision == EPX_COMBINE_WIRE && format.scaling != EPX_SCALING_NV) layer.sum_format = format;
     return layer;
   };
-  const bool takes_formats = num_nodes(group.shape()) == 1; // they are refused between nodes
   const int short_row = small_layer(1, 1, RoutingStyle::uniform).hidden;
   std::vector<Subject> subjects;
   if (kind.is_busy) {
     subjects.push_back(make_subject(context, group, layer_of(4, 8, kBusyRow), false, few, seed + 6000));
     subjects.push_back(make_subject(context, group, compact(layer_of(4, 8, kBusyRow - 3)), true, few, seed + 7000));
-    if (takes_formats)
-      subjects.push_back(
-          make_subject(context, group, quantised(layer_of(4, 8, kBusyRow), kBlock128), false, few, seed + 8000));
+    subjects.push_back(
+        make_subject(context, group, quantised(layer_of(4, 8, kBusyRow), kBlock128), false, few, seed + 8000));
     return subjects;
   }
   subjects.push_back(make_subject(context, group, layer_of(3, 16, short_row), true, options.inputs, seed));
@@ -158,7 +156,6 @@ std::vector<Subject> subjects_of(const RankContext& context, GroupRun& group, co
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongRow), true, few, seed + 3000));
   subjects.push_back(make_subject(context, group, compact(layer_of(2, 1, kLongRow - 3)), false, few, seed + 4000));
   subjects.push_back(make_subject(context, group, layer_of(4, 8, kLongestRow), false, few, seed + 5000));
-  if (!takes_formats) return subjects;
   subjects.push_back(
       make_subject(context, group, quantised(layer_of(3, 16, short_row), kMx), true, options.inputs, seed + 6000));
   subjects.push_back(

@@ -188,6 +188,50 @@ TEST_CASE("row formats: each scaling, way and dtype, with its layouts of scales,
   run_formats(group_of_formats(2880, 10), rows);
 }
 
+TEST_CASE("nodes: row formats, staged and in memory that peers reach, of ranks that know their sizes and of others") {
+  const FormatRow rows[] = {
+      {block128(kGiven, {kColumns, kRowwise}), EPX_BFLOAT16, 130, 16, {.rows = RecvRows::fewer, .sidecar_bytes = 5}},
+      {block128(kAtSource, {kRowwise, kColumns}, 0.0F), EPX_FLOAT32, 129, 4, {.tokens = TokenCount::none_on_one}},
+      {block128(kOnWire, {}), EPX_FLOAT16, 33, 1, {.rows = RecvRows::fewer, .percent_masked = 20}},
+      {pow2(kAtSource, EPX_FLOAT8_E8M0, {kTiles, kPacked}), EPX_FLOAT16, 144, 128, {.routing = RoutingStyle::hot}},
+      {pow2(kOnWire, EPX_FLOAT8_E8M0, {}), EPX_BFLOAT16, 65, 16, {.sidecar_bytes = 3, .routing = RoutingStyle::repeated}},
+      {mx(kGiven, EPX_FLOAT8_E5M2, {kPacked, kTiles}), EPX_FLOAT32, 100, 128, {.percent_masked = 10}},
+      {mx(kAtSource, EPX_FLOAT8_E4M3, {kColumns, kTiles}), EPX_BFLOAT16, 144, 128, {.pads_untouched = true}},
+      {mx(kOnWire, EPX_FLOAT8_E4M3, {}), EPX_FLOAT32, 1, 4, {.tokens = TokenCount::none_on_one}},
+      {mx(kOnWire, EPX_FLOAT8_E5M2, {}), EPX_BFLOAT16, 144, 4, {.rows = RecvRows::fewer}},
+      {nv(kGiven, {kRowwise, kColumns}), EPX_FLOAT16, 34, 16, {.routing = RoutingStyle::repeated}},
+      {nv(kAtSource, {kTiles, kRowwise}, true), EPX_BFLOAT16, 144, 128, {.sidecar_bytes = 16}},
+      {nv(kOnWire, {}, true), EPX_FLOAT32, 66, 1, {.rows = RecvRows::any}},
+      {copied(EPX_FLOAT8_E4M3), EPX_FLOAT32, 33, 4, {.sidecar_bytes = 12}}};
+  for (const bool has_fixed_sizes : {false, true}) {
+    GroupCase group = group_of_formats(144, 12);
+    if (is_on_host()) group.ranks_per_node = 1;
+    if (has_fixed_sizes) group.fixed_rail_tokens = group.max_tokens;
+    run_formats(group, rows);
+  }
+}
+
+TEST_CASE("nodes: row formats in a group that sums by node, or exactly") {
+  const FormatRow rows[] = {{block128(kGiven, {kColumns, kRowwise}), EPX_BFLOAT16, 144, 4},
+                            {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kRowwise}), EPX_FLOAT32, 144, 1},
+                            {nv(kOnWire, {}), EPX_FLOAT16, 144, 16}}; // whose sums have no format
+  for (const auto precision : {EPX_COMBINE_NODE, EPX_COMBINE_EXACT}) {
+    GroupCase group = group_of_formats(144, 12);
+    if (is_on_host()) group.ranks_per_node = 1;
+    group.precision = precision;
+    run_formats(group, rows);
+  }
+}
+
+TEST_CASE("nodes: row formats of more tokens than a chunk of the rails has") {
+  const FormatRow rows[] = {{nv(kGiven, {kColumns, kRowwise}), EPX_FLOAT32, 34, 1, {.tokens = TokenCount::full}},
+                            {block128(kAtSource, {kRowwise, kColumns}), EPX_BFLOAT16, 33, 4, {.tokens = TokenCount::mixed}},
+                            {mx(kOnWire, EPX_FLOAT8_E4M3, {}), EPX_FLOAT32, 33, 1, {.tokens = TokenCount::full}}};
+  GroupCase group = group_of_formats(34, 1030);
+  if (is_on_host()) group.ranks_per_node = 1;
+  run_formats(group, rows);
+}
+
 TEST_CASE("row formats: long rows") {
   const FormatRow rows[] = {{block128(kAtSource, {kColumns, kRowwise}), EPX_BFLOAT16, 7168, 1},
                             {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7168, 128},

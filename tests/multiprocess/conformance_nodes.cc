@@ -167,15 +167,15 @@ constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
 constexpr std::chrono::seconds kSoon{15}; // much less than that
 constexpr int kCall = 2;                  // the number of the call that fails
 
-// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation`: every rank
-// reports it, in that call already.
+// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation` with `common`
+// ones: every rank reports it, in that call already.
 void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
-              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false) {
+              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false, const CallFields& common = {}) {
   on_every_rank([&](const RankContext& context) {
     FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
     const int last = context.num_ranks - 1;
     const epx_operation mine = context.rank == last ? its_operation : operation;
-    CallFields fields;
+    CallFields fields = common;
     if (context.rank == last) change(fields);
     const auto begin = Clock::now();
     epx_status returned = rank.call(mine, fields);
@@ -199,8 +199,9 @@ void disagree(epx_operation operation, epx_operation its_operation, void (*chang
     rank.destroy();
   });
 }
-void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words) {
-  disagree(operation, operation, change, EPX_ERROR_MISMATCH, words);
+void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words,
+                 const CallFields& common = {}) {
+  disagree(operation, operation, change, EPX_ERROR_MISMATCH, words, false, common);
 }
 
 } // namespace
@@ -380,34 +381,6 @@ TEST_CASE("nodes: rank-major calls are refused in groups of several, with the by
   }
 }
 
-TEST_CASE("nodes: a row format is refused on GPUs of several, between which rows travel as they are") {
-  for (const int ranks_per_node : node_sizes()) {
-    on_every_rank([&](const RankContext& context) {
-      Case c = base_case();
-      c.group.ranks_per_node = ranks_per_node;
-      GroupRun group(context, c.group);
-      if (num_nodes(c.group) > 1 && context.device->transport() != EPX_TRANSPORT_HOST) {
-        epx_row_format format;
-        check_status(epx_row_format_init(&format, EPX_SCALING_MX), EPX_SUCCESS, "epx_row_format_init");
-        epx_dispatch_args args{};
-        args.struct_size = sizeof(args);
-        args.layer = {3, 1};
-        check_status(epx_handle_mem_size(group.handle(), &args.layer, &args.handle_mem_bytes), EPX_SUCCESS,
-                     "epx_handle_mem_size");
-        alignas(16) std::byte unread[16];
-        args.handle_mem = unread; // the call is refused before it looks
-        args.format = &format;
-        check_status(epx_dispatch(group.handle(), &args), EPX_ERROR_UNSUPPORTED, "epx_dispatch");
-        const std::string sentence = epx_last_error();
-        for (const std::string& part : {std::string("row format"), std::to_string(num_nodes(c.group)) + " nodes"})
-          check(contains(sentence, part), "the sentence \"{}\" has no \"{}\"", sentence, part);
-      }
-      LayerRun layer(group, c.layer, Placement::random, c.seed); // the group lives on
-      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
-    });
-  }
-}
-
 TEST_CASE("nodes: a number of ranks that is not the machine's or does not divide the group's is refused on every rank") {
   on_every_rank([](const RankContext& context) {
     const int num_ranks = context.num_ranks;
@@ -471,6 +444,36 @@ TEST_CASE("nodes: arguments that differ between ranks are reported where no call
       EPX_OP_COMBINE, [](CallFields& fields) { fields.hidden = 7; }, "hidden size");
   disagree_on_sizes(
       EPX_OP_DISPATCH_BWD, [](CallFields& fields) { fields.grads = false; }, "weights");
+}
+
+TEST_CASE("nodes: formats of a call that differ between ranks are reported in the call, with the ranks and the values") {
+  if (launcher().num_ranks() == 1) return;
+  CallFields common;
+  common.weights = false; // which not all scalings take in combine_bwd
+  common.scaling = EPX_SCALING_BLOCK128_POW2;
+  for (const auto operation : {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH, EPX_OP_COMBINE_BWD}) {
+    disagree_on(
+        operation, [](CallFields& fields) { fields.scaling = EPX_SCALING_NONE; },
+        {"format.scaling", "block128_pow2", "none"}, common);
+    disagree_on(
+        operation, [](CallFields& fields) { fields.amax_floor = 0.5F; }, {"format.amax_floor", "passes 0.5"}, common);
+    disagree_on(
+        operation, [](CallFields& fields) { fields.scales = EPX_FLOAT8_E8M0; },
+        {"dtype of the receive rows", "float32", "float8_e4m3"}, common);
+  }
+  common.scales = EPX_FLOAT32;
+  disagree_on(
+      EPX_OP_DISPATCH, [](CallFields& fields) { fields.scales = EPX_FLOAT8_E8M0; },
+      {"dtype of the scales", "float32", "float8_e8m0"}, common);
+  common.scaling = EPX_SCALING_MX;
+  common.scales = EPX_DTYPE_UNSET;
+  disagree(
+      EPX_OP_DISPATCH, EPX_OP_DISPATCH, [](CallFields& fields) { fields.elements = EPX_FLOAT8_E5M2; }, EPX_ERROR_MISMATCH,
+      {"format.dtype", "float8_e4m3", "float8_e5m2"}, true, common);
+  for (const auto operation : {EPX_OP_COMBINE, EPX_OP_DISPATCH_BWD})
+    disagree_on(
+        operation, [](CallFields& fields) { fields.scaling = EPX_SCALING_BLOCK128; }, {"format.scaling", "mx", "block128"},
+        common);
 }
 
 TEST_CASE("nodes: ranks that make different calls are out of sequence") {

@@ -102,8 +102,7 @@ struct Coverage {
 
 void run_one(uint64_t seed, const std::string& transport, Coverage& coverage) {
   Case chosen = random_case(seed);
-  if (!can_make_nodes(transport)) chosen.group.ranks_per_node = 0;                      // one machine is one node there
-  if (transport != "host" && num_nodes(chosen.group) > 1) chosen.layer.clear_formats(); // refused over the network
+  if (!can_make_nodes(transport)) chosen.group.ranks_per_node = 0; // one machine is one node there
   Workloads workloads(chosen);
   const Case& c = workloads.test_case();
   try {

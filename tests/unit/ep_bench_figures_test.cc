@@ -109,6 +109,10 @@ TEST_CASE("ep_bench counts bytes on rails") {
   check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_COMBINE, 9000, 9000 + 90 * 4);
   check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_DISPATCH_BWD, 9000, 9000 + 40 * 12);
   check_rail_bytes({"--combine-precision", "exact"}, EPX_OP_DISPATCH, 4000, 4000 + 40 * 12);
+  // Quantised rows of 50 bytes and 2 scales.
+  check_rail_bytes({"--wire-format", "fp8-mx"}, EPX_OP_DISPATCH, 40 * 52, 40 * 52 + 40 * 12);
+  check_rail_bytes({"--wire-format", "fp8-mx"}, EPX_OP_COMBINE_BWD, 4000, 4000);
+  check_rail_bytes({"--sum-format", "fp8-mx"}, EPX_OP_COMBINE, 60 * 52, 60 * 52);
   // Fixed sizes: 4 x 20 tokens, and 4 x 15.
   check_rail_bytes({"--graph"}, EPX_OP_DISPATCH, 4000, 80 * 112);
   check_rail_bytes({"--graph"}, EPX_OP_COMBINE, 6000, 80 * 2 * 100);

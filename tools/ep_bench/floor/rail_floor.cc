@@ -2,8 +2,9 @@
 #include "tools/ep_bench/floor/rail_floor.h"
 
 #include <algorithm>
-#include <array>
+#include <compare>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "tools/ep_bench/floor/rail_plan.h"
 #include "tools/ep_bench/gpu/communicator.h"
 #include "tools/ep_bench/measure.h"
+#include "tools/ep_bench/row_format.h"
 #include "tools/ep_bench/stats.h"
 #include "tools/ep_bench/workload/random.h"
 
@@ -40,30 +42,45 @@ public:
                StreamBlocker& blocker)
       : peers_(peers), gpu_(gpu), blocker_(blocker), communicator_(make_communicator(peers, gpu)) {
     peers.together([&] {
-      for (const epx_operation operation : kOperations) {
-        plans_.emplace_back();
+      for (const Line& line : lines_of(options)) {
+        if (!line.moves_rows()) continue;
+        const Rows rows = rows_of(line, options);
+        Plans& plans = plans_[rows];
+        if (!plans.empty()) continue;
         for (const RoutingOfAll& set : sets) {
-          plans_.back().push_back(rail_peers(set, ranks_per_node, peers.rank(), operation, options.combine_precision));
-          scale(plans_.back().back(), row_bytes(options));
+          plans.push_back(rail_peers(set, ranks_per_node, peers.rank(), line.operation, options.combine_precision));
+          scale(plans.back(), rows.bytes);
         }
       }
       allocate();
     });
   }
 
-  // Returns the bound of dispatch and combine_bwd, and that of combine and dispatch_bwd.
-  std::array<FloorFigures, 2> measure() {
-    std::array<FloorFigures, 2> floors;
-    for (size_t way = 0; way < floors.size(); ++way) {
-      floors[way].wire_us = median_us(plans_[way]);
-      floors[way].wire_variant = fmt::format("ncclSend and ncclRecv of up to {} bytes", most_bytes(plans_[way]));
+  // The rows that a line moves. Lines with the same rows have the same bound.
+  struct Rows {
+    bool go_home;
+    int64_t bytes; // of one
+
+    auto operator<=>(const Rows&) const = default;
+  };
+  static Rows rows_of(const Line& line, const Options& options) {
+    return {line.operation == EPX_OP_COMBINE || line.operation == EPX_OP_DISPATCH_BWD,
+            row_bytes_of(options, line.operation).wire};
+  }
+
+  std::map<Rows, FloorFigures> measure() {
+    std::map<Rows, FloorFigures> floors;
+    for (const auto& [rows, plans] : plans_) {
+      FloorFigures& figures = floors[rows];
+      figures.wire_us = median_us(plans);
+      figures.wire_variant = fmt::format("ncclSend and ncclRecv of up to {} bytes", most_bytes(plans));
     }
     return floors;
   }
 
   // Verifies that all bytes come. The call is collective.
   void verify() {
-    for (const Plans& plans : plans_) {
+    for (const auto& [rows, plans] : plans_) {
       peers_.together([&] {
         for (const Part& part : parts_)
           part.receive.fill(std::byte{0});
@@ -82,7 +99,6 @@ private:
   struct Part {                       // of a rail peer, as large as any run needs
     Buffer send, receive;
   };
-  static constexpr std::array kOperations{EPX_OP_DISPATCH, EPX_OP_COMBINE};
 
   static void scale(Plan& plan, int64_t row_bytes) {
     for (PeerRows& rows : plan) {
@@ -92,16 +108,18 @@ private:
   }
 
   void allocate() {
-    for (size_t i = 0; i < plans_[0][0].size(); ++i) {
+    if (plans_.empty()) return;
+    const Plan& peers = plans_.begin()->second[0];
+    for (size_t i = 0; i < peers.size(); ++i) {
       int64_t sent = 0, received = 0;
-      for (const Plans& plans : plans_)
+      for (const auto& [rows, plans] : plans_)
         for (const Plan& plan : plans) {
           sent = std::max(sent, plan[i].sent);
           received = std::max(received, plan[i].received);
         }
       parts_.push_back(
           {Buffer::plain(gpu_, static_cast<size_t>(sent)), Buffer::plain(gpu_, static_cast<size_t>(received))});
-      parts_.back().send.write(bytes_between(peers_.rank(), plans_[0][0][i].peer, sent));
+      parts_.back().send.write(bytes_between(peers_.rank(), peers[i].peer, sent));
     }
   }
 
@@ -168,8 +186,8 @@ private:
   Gpu& gpu_;
   StreamBlocker& blocker_;
   std::unique_ptr<Communicator> communicator_;
-  std::vector<Plans> plans_; // [operation]
-  std::vector<Part> parts_;  // [rail peer]
+  std::map<Rows, Plans> plans_;
+  std::vector<Part> parts_; // [rail peer]
 };
 
 } // namespace
@@ -178,12 +196,10 @@ Floors measure_rail_floors(std::span<const RoutingOfAll> sets, int ranks_per_nod
                            const Peers& peers, Gpu& gpu, StreamBlocker& blocker) {
   RailFloorRun run(sets, ranks_per_node, options, peers, gpu, blocker);
   if (options.verify) run.verify();
-  const auto [scatter, gather] = run.measure();
+  const auto measured = run.measure();
   Floors floors;
-  for (const Line& line : lines_of(options)) {
-    const bool goes_home = line.operation == EPX_OP_COMBINE || line.operation == EPX_OP_DISPATCH_BWD;
-    floors.push_back(line.moves_rows() ? std::optional(goes_home ? gather : scatter) : std::nullopt);
-  }
+  for (const Line& line : lines_of(options))
+    floors.push_back(line.moves_rows() ? std::optional(measured.at(RailFloorRun::rows_of(line, options))) : std::nullopt);
   return floors;
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "tools/ep_bench/floor/rail_plan.h"
+#include "tools/ep_bench/row_format.h"
 
 namespace epx::bench {
 namespace {
@@ -108,7 +109,7 @@ RailBytes rail_bytes(const Line& line, const Traffic& all, const Options& option
   int64_t weights = 0;
   if (line.operation == EPX_OP_DISPATCH || line.operation == EPX_OP_DISPATCH_BWD) weights = tokens * options.top_k;
   if (line.operation == EPX_OP_COMBINE && row == RailRow::Route) weights = rows;
-  const auto bytes = static_cast<double>(row_bytes(options));
+  const auto bytes = static_cast<double>(row_bytes_of(options, line.operation).wire);
   return {static_cast<double>(needed) * bytes,
           static_cast<double>(rows) * bytes + static_cast<double>(weights) * sizeof(float)};
 }

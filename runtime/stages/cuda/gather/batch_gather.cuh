@@ -178,6 +178,7 @@ private:
 #pragma unroll 1
     for (int begin = 0; begin < end - first; begin += at_a_time) {
       if (!are_ready && !wait_for_peers(first + begin, rank_ordinal, lane() / room == begin ? awaited : -1)) return false;
+      if (params_.out == nullptr) continue;
       LongTileReader<T> reader = batch.reader_of(pipeline_, begin, at_a_time, args_.hidden);
 #pragma unroll 1
       for (int i = begin; i < begin + at_a_time; ++i) {

@@ -138,7 +138,7 @@ private:
     if (!rows_.wait_for_peers(movement_, token, split, routes, live & ~own)) return false;
     const SumTerms<T> terms =
         is_exact_ ? terms_of_routes(token, split, routes, live, own) : terms_of_ranks(token, split, routes, live, own);
-    sums_.sum(pipeline_, terms, rows_.out(token, split), split);
+    if (params_.out != nullptr) sums_.sum(pipeline_, terms, rows_.out(token, split), split);
     if (params_.weight_grads_out != nullptr && split.index == 0) collect_weight_grads(token, routes, live);
     if (call_.scribbles_staging()) sums_.scribble(rows_, token, split);
     return true;

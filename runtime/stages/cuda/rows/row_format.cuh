@@ -31,7 +31,7 @@ struct RowPlace {
   int64_t index = -1;          // of this rank: that of the receive row
 };
 
-// A row that a peer has sent.
+// A row that a peer has sent. A row that has come on the wire from another node is one of these to the rank that relays it.
 struct SentRow {
   const std::byte* row;    // in staging, or in place
   const std::byte* staged; // in staging
@@ -109,6 +109,10 @@ private:
     return {from.row, from.staged + wire_.scales,
             call_.format.has_row_scale() ? *reinterpret_cast<const float*>(from.staged + wire_.row_scale) : 0.0f};
   }
+  __device__ QuantisedSource source_of_token(const std::byte* from, int64_t token) const {
+    return {from, tensors_.scales + token * call_.format.scale_bytes(call_.hidden),
+            tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f};
+  }
   __device__ QuantisedPlace staged_place(const RowPlace& to) const {
     if (to.row == nullptr) return {};
     return {to.row, to.staged + wire_.scales,
@@ -120,16 +124,13 @@ private:
             tensors_.recv_row_scales != nullptr ? tensors_.recv_row_scales + index : nullptr};
   }
 
-  // The row of a token of this rank, which comes quantised, or is quantised here.
+  // The row of a token of this rank, or of a rail peer, which comes quantised, or is quantised here.
   template <typename Meanwhile>
   __device__ void begin_move(TmaRowPipeline& pipeline, const std::byte* from, int64_t token, const QuantisedPlaces& to,
                              const Meanwhile& meanwhile) const {
-    if (tensors_.scales != nullptr) {
-      const int64_t scale_bytes = call_.format.scale_bytes(call_.hidden);
-      begin_copy(
-          pipeline,
-          {from, tensors_.scales + token * scale_bytes, tensors_.row_scales != nullptr ? tensors_.row_scales[token] : 0.0f},
-          to, NoWeight{}, meanwhile);
+    if (tensors_.come_on_wire || tensors_.scales != nullptr) {
+      begin_copy(pipeline, tensors_.come_on_wire ? source_of({from, from}) : source_of_token(from, token), to, NoWeight{},
+                 meanwhile);
     } else if (call_.dtype == EPX_FLOAT32) {
       begin_quantise<float>(pipeline, from, to, meanwhile);
     } else if (call_.dtype == EPX_FLOAT16) {

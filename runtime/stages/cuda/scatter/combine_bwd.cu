@@ -79,7 +79,7 @@ struct QuantisedCombineBwd {
   using Format = QuantisedRows;
 
   CombineBwdCall call;
-  int64_t row_bytes; // of grad_out
+  int64_t row_bytes; // of grad_out: input_row_bytes()
 
   __device__ const std::byte* input_rows() const { return call.grad_out; }
   __device__ static const float* input_weights() { return nullptr; }
@@ -137,7 +137,7 @@ std::vector<const void*> combine_bwd_kernels() {
 cudaError_t launch_combine_bwd(const Launcher& launcher, const CombineBwdCall& call) {
   const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.grad_expert_out));
   if (call.format.is_quantised())
-    return launch_scatter(launcher, QuantisedCombineBwd{call, row_bytes(call.dtype, call.hidden)}, descriptor);
+    return launch_scatter(launcher, QuantisedCombineBwd{call, input_row_bytes(call)}, descriptor);
   if (call.dtype == EPX_FLOAT32) return launch_combine_bwd_as<float>(launcher, call, descriptor);
   if (call.dtype == EPX_FLOAT16) return launch_combine_bwd_as<__half>(launcher, call, descriptor);
   return launch_combine_bwd_as<__nv_bfloat16>(launcher, call, descriptor);

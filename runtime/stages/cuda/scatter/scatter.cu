@@ -44,7 +44,7 @@ std::vector<const void*> scatter_kernels() {
 }
 
 cudaError_t launch_dispatch(const Launcher& launcher, const DispatchCall& call) {
-  const int64_t bytes = row_bytes(call.dtype, call.hidden);
+  const int64_t bytes = input_row_bytes(call);
   const CallDescriptor descriptor = describe(call, launcher.place_of(call, call.recv_tokens));
   if (call.format.is_quantised()) return launch_scatter(launcher, Dispatch<QuantisedRows>{call, bytes}, descriptor);
   return launch_scatter(launcher, Dispatch<PlainRows>{call, bytes}, descriptor);

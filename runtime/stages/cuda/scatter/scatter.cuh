@@ -31,7 +31,7 @@ struct Dispatch {
   using Format = WireFormat;
 
   DispatchCall call;
-  int64_t row_bytes; // of tokens
+  int64_t row_bytes; // of tokens: input_row_bytes()
 
   __device__ Format format() const { return Format(call); }
   // Of the receive rows, and of those in staging.
@@ -52,7 +52,7 @@ struct Dispatch {
     const bool is_slot = slot >= 0;
     std::byte* const to =
         is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * recv_row_bytes() : nullptr;
-    if (!Format::kIsReceiveFormat && source_row.is_own)
+    if (!Format::kIsReceiveFormat && source_row.is_own && !call.format_tensors.come_on_wire)
       format().begin_send(pipeline, source_row.row.row, row_bytes, source_row.token, {to, nullptr, slot});
     else
       format().begin_receive(pipeline, source_row.row, row_bytes, slot, to);
@@ -338,11 +338,8 @@ private:
       return true;
     }
     const int64_t sidecar_bytes = operation_.sidecar_bytes();
-    SourceRow source_row{token,
-                         {operation_.input_rows() + token * operation_.row_bytes, nullptr},
-                         operation_.input_sidecar() + token * sidecar_bytes,
-                         -1,
-                         true};
+    const std::byte* const input = operation_.input_rows() + token * operation_.row_bytes;
+    SourceRow source_row{token, {input, input}, operation_.input_sidecar() + token * sidecar_bytes, -1, true};
     const int64_t staging = staging_.row_of(source, token, found.first_slot);
     if (source != rank) {
       if (!is_ready) {
