@@ -28,7 +28,8 @@ struct WireFormat {
   constexpr int64_t scale_bytes(int64_t hidden) const { return row_bytes(scales, num_scales(hidden)); }
 };
 
-// A quantised row in staging, or on its way between nodes: its elements, its row scale where it has one, and its scales, each behind the one before.
+// A quantised row in staging, or on its way between nodes: its elements, its row scale where it has one, and its scales, each
+// behind the one before.
 struct WireRow {
   int64_t row_scale; // offset in bytes
   int64_t scales;    // offset in bytes
