@@ -488,8 +488,7 @@ typedef struct epx_moe_block_config {
   /** [optional] The format in which the forward's rows travel to their experts (epx.h, "Row formats", way c): they arrive
    * in `dtype`, dequantised, and a rank's rows for itself are quantised too. NULL: they travel as they are. Its tensors
    * are NULL, its scale_layout ROWS. dtype is not FLOAT64; H is even with NV. All other rows stay wide: those of combine
-   * and of the backward, whose gradients pass straight through the quantiser. A group whose dispatch refuses a format
-   * refuses the block with the same status: UNSUPPORTED where it has several nodes of GPUs. */
+   * and of the backward, whose gradients pass straight through the quantiser. */
   const epx_row_format* dispatch_format;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
@@ -568,7 +567,7 @@ EPX_API epx_status epx_moe_arena_query(epx_moe_arena arena, epx_moe_arena_info* 
  * Errors on all ranks alike, and the group lives on; what one rank alone finds fails on the others with its number:
  * - MISMATCH: an option differs between ranks. The message names it, two ranks and their values.
  * - INVALID_ARGUMENT: the config; it does not fit the group or the arena.
- * - UNSUPPORTED: a group on GPUs in a build without CUDA; dispatch_format on GPUs of several nodes.
+ * - UNSUPPORTED: a group on GPUs in a build without CUDA.
  * - SYSTEM.
  * - OUT_OF_MEMORY of memory that peers reach.
  *

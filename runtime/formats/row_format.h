@@ -39,7 +39,7 @@ struct WireRow {
       : row_scale((format.element_bytes(hidden) + kAlignment - 1) / kAlignment * kAlignment),
         scales(row_scale + (format.has_row_scale() ? kAlignment : 0)), bytes(scales + format.scale_bytes(hidden)) {}
 
-  // Returns the bytes from one row to the next where rows follow each other.
+  // Returns the bytes from one row to the next where rows follow each other. Nobody writes what lies between their parts.
   constexpr int64_t pitch() const { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 private:

@@ -27,8 +27,7 @@ namespace epx::cuda {
 // ---- What travels by rail: see also runtime/layout/rail_layout.h ----
 
 // Rows beside the rails, by node. Rows of a call are rail_row_bytes() apart. What belongs to node m begins at
-// rows + m * node_rows * rail_row_bytes() of the call, weights + m * node_weights, sidecars + m * node_tokens * sidecar bytes of the
-// call.
+// rows + m * node_rows * rail_row_bytes(), weights + m * node_weights, sidecars + m * node_tokens * sidecar bytes of the call.
 struct RailArea {
   std::byte* rows;
   float* weights;
@@ -173,8 +172,8 @@ cudaError_t launch_pack_rows(const MultiNodeCall& nodes, const PackCall& call, i
 // Behind the gather of a leg in the precisions wire and exact: copies what that has staged on this rank to `area`, without
 // gaps. wire: a token's partial sums of the ranks of this node, in rank order. exact: its routes' rows in k order, and beside
 // them, at area.weights by row, their weights if `row_weights` is not NULL. Where a rank has no partial sum, or a route was
-// dropped in this call, the row consists of -0, which changes no sum, and the weight is 0. With a format rows are WireRow, and such
-// a row consists of +0.
+// dropped in this call, the row consists of -0, which changes no sum, and the weight is 0. With a format rows are WireRow, and
+// such a row consists of +0.
 struct ForwardCall {
   MovementCall call;        // the leg's, with its layout; recv_rows and handle_mem are those of the group's call
   const std::byte* rows;    // [N, H]: this rank's own

@@ -45,7 +45,7 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
   const WorkPartition warp = partition_warps(0, kMovementWarps, 0, static_cast<int>(gridDim.x));
   const auto others = static_cast<unsigned>(shape.num_nodes() - 1);
   const auto rows = others * static_cast<unsigned>(shape.chunk_tokens());
-  const SentRows from{call.rows, params.row_bytes, call.sidecars, call.sidecars != nullptr ? call.sidecar_bytes : 0};
+  const SourceTensors from{call.rows, params.row_bytes, call.sidecars, call.sidecars != nullptr ? call.sidecar_bytes : 0};
   const WarpRoleCounts no_signals{};
   RowSender<Format> sender(pipeline, no_signals, 0, Format(call));
 #pragma unroll 1
@@ -57,7 +57,7 @@ __device__ inline void pack_rows(const PackParams& params, TmaRowPipeline& pipel
     if (token < 0 || token >= call.num_tokens) continue;
     const PackedRows packed(params, node, position);
     sender.send(from, token,
-                lane() == 0 ? RowPlaces{{packed.row(), packed.row()}, packed.sidecar(), nullptr} : RowPlaces{});
+                lane() == 0 ? SendPlaces{{packed.row(), packed.row()}, packed.sidecar(), nullptr} : SendPlaces{});
     if (call.weights != nullptr)
       for (int k = lane(); k < call.top_k; k += kWarp)
         packed.weights()[k] = call.weights[route_index(token, call.top_k, k)];

@@ -126,7 +126,7 @@ struct DispatchRankMajorCall : DispatchCall { // recv_weights is [P, M, K] here
 struct CombineCall : MovementCall {
   const std::byte* expert_out; // [N, H]
   const float* recv_weights;   // [N]; may be NULL
-  std::byte* out;              // [T, H]; NULL: the sums are not wanted, as in GatherTensors
+  std::byte* out;              // [T, H]; NULL: a leg's, whose sums nobody reads (GatherTensors)
 
   constexpr int32_t passed_weights() const { return recv_weights != nullptr ? 1 : 0; }
 };

@@ -37,6 +37,7 @@ struct Case {
   epx_combine_precision precision;
   int max_tokens = 11;
   int chunk_tokens = 4;
+  WireFormat format{};
 };
 
 struct Guarded {
@@ -55,7 +56,8 @@ struct Guarded {
 struct Area {
   Area(const MultiNodeShape& shape, const Case& c, int64_t sidecar_bytes)
       : node_rows(shape.padded_tokens() * shape.max_back_rows(c.top_k)), node_weights(shape.padded_tokens() * c.top_k),
-        node_tokens(shape.padded_tokens()), rows(static_cast<size_t>(c.nodes * node_rows * row_bytes(c.dtype, c.hidden))),
+        node_tokens(shape.padded_tokens()),
+        rows(static_cast<size_t>(c.nodes * node_rows * rail_row_bytes(c.format, c.dtype, c.hidden))),
         weights(static_cast<size_t>(c.nodes * node_weights) * sizeof(float)),
         sidecars(static_cast<size_t>(c.nodes * node_tokens * sidecar_bytes)) {}
 
@@ -199,11 +201,22 @@ public:
     call.num_tokens = num_tokens(rank);
     call.recv_rows = recv_rows[at(rank)];
     call.hidden = c.hidden;
-    call.dtype = c.dtype;
+    call.dtype = call.recv_dtype = c.dtype;
+    call.format = c.format;
     return call;
   }
+  // Of rows that a call quantises.
+  FormatTensors format_tensors() const {
+    FormatTensors tensors;
+    if (!c.format.is_quantised()) return tensors;
+    const auto scale_bytes = static_cast<int>(single_element_bytes(c.format.scales));
+    tensors.recv_layout = {EPX_SCALES_ROWS, scale_bytes, c.format.num_scales(c.hidden), 1};
+    return tensors;
+  }
 
-  AgreedFields agreed_fields(epx_operation operation) const { return {operation, c.top_k, 1, c.hidden, c.dtype}; }
+  AgreedFields agreed_fields(epx_operation operation) const {
+    return {.operation = operation, .top_k = c.top_k, .alignment = 1, .hidden = c.hidden, .dtype = c.dtype};
+  }
   void exchange_records(epx_operation operation) {
     for (int r = 0; r < num_ranks(); ++r)
       finish(launch_post_records(ranks[at(r)]->device(), call(r, operation), agreed_fields(operation), nullptr));
@@ -642,13 +655,15 @@ void forward_with_descriptors(World& world, Rank& rank, const GatherTensors& ten
 }
 
 TEST_CASE("damaged handle memory and records never lead out of the areas") {
-  for (uint64_t seed = 0; seed < 12; ++seed) {
+  constexpr WireFormat kFormats[] = {{}, // of rows in precision wire
+                                     {EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0F},
+                                     {EPX_SCALING_MX, EPX_FLOAT8_E5M2, EPX_FLOAT8_E8M0, 0.0F}};
+  for (uint64_t seed = 0; seed < 18; ++seed) {
     CAPTURE(seed);
-    World world({2, 2, 3, 17, EPX_BFLOAT16,
-                 seed % 3 == 0   ? EPX_COMBINE_NODE
-                 : seed % 3 == 1 ? EPX_COMBINE_WIRE
-                                 : EPX_COMBINE_EXACT},
-                300 + seed);
+    Case c{
+        2, 2, 3, 17, EPX_BFLOAT16, seed % 3 == 0 ? EPX_COMBINE_NODE : seed % 3 == 1 ? EPX_COMBINE_WIRE : EPX_COMBINE_EXACT};
+    if (c.precision == EPX_COMBINE_WIRE) c.format = kFormats[seed / 3 % 3];
+    World world(c, 300 + seed);
     const GatherTensors tensors = random_tensors(world, seed % 2 == 0);
     for (auto& rank : world.ranks) {
       auto* const words = reinterpret_cast<int32_t*>(rank->handle.data());
@@ -674,8 +689,9 @@ TEST_CASE("damaged handle memory and records never lead out of the areas") {
       Guarded out(World::at(world.num_tokens(r) * world.bytes_of_row()));
       Guarded carried(World::at(world.num_tokens(r) * world.c.top_k) * sizeof(float));
       for (int chunk = 0; chunk < rank->shape.num_chunks(); ++chunk) {
-        const PackCall pack{world.call(r, EPX_OP_DISPATCH), rows.data(), {}, weights.data(), rows.data(), kSidecarBytes,
-                            rank->to_rails.view(),          chunk};
+        const PackCall pack{
+            world.call(r, EPX_OP_DISPATCH), rows.data(), world.format_tensors(), weights.data(), rows.data(), kSidecarBytes,
+            rank->to_rails.view(),          chunk};
         finish(launch_pack_rows(rank->device(), pack, kSms, nullptr));
         for (int node = 0; node < world.c.nodes; ++node)
           forward_with_descriptors(world, *rank, tensors, node, chunk);

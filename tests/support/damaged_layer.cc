@@ -213,8 +213,7 @@ DamagedLayer::DamagedLayer(GroupRun& group, std::byte* memory, uint64_t seed, in
 // Formats of one scale for each row, in layouts whose places follow from the slot alone.
 void DamagedLayer::choose_format(Rng& rng) {
   const epx_scaling scaling = rng.pick({EPX_SCALING_NONE, EPX_SCALING_NONE, EPX_SCALING_BLOCK128, EPX_SCALING_MX});
-  const bool has_formats = device_.transport() == EPX_TRANSPORT_HOST || num_nodes(group_.shape()) == 1;
-  if (scaling == EPX_SCALING_NONE || !has_formats) return;
+  if (scaling == EPX_SCALING_NONE) return;
   check_ok(epx_row_format_init(&format_, scaling), "epx_row_format_init");
   sum_format_ = format_;
   arrives_quantised_ = rng.chance(50);

@@ -197,7 +197,7 @@ __device__ inline int peer_in_order(const CallSession& call, int64_t token, int 
 }
 
 // Returns whether a rank's receive rows lie in an allocation of the group. Peers then store them in place, at
-// registered_rows(), unless the source stages its rows (PeerDescriptors::stages_rows; Scatter::is_in_place).
+// registered_rows(), but for what Scatter::is_in_place excludes.
 __device__ inline bool has_registered_rows(const CallSession& call, int rank) {
   return call.descriptors().rows_allocation[rank] >= 0;
 }

@@ -46,7 +46,9 @@ int64_t wire_rows(epx_operation operation, const Traffic& all, epx_combine_preci
 // RailBytes are what all ranks together send to other nodes in a call on GPUs.
 struct RailBytes {
   double needed = 0; // the distinct rows that must cross: see rail_row()
-  double sent = 0;   // rows and weights; without the records of a few words that tell the peers how many there are
+  // Rows and weights, without what a row with a format has between its parts and behind them, up to 45 bytes, and without the
+  // records of a few words that tell the peers how many rows there are.
+  double sent = 0;
 };
 
 // Sizes are exact in calls that are made one by one. In replays of a graph, and with --fixed-rail-tokens, a fixed number of

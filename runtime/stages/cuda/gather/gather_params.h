@@ -10,7 +10,7 @@ struct GatherTensors {
   const std::byte* rows;     // [N, H]
   const float* row_weights;  // [N]; applied in the sum; may be NULL
   const float* weight_grads; // dispatch_bwd: [N], rank-major [P, M, K]; sent home beside the rows; NULL: none
-  std::byte* out;            // [T, H]; NULL: the sums are not wanted, and only what they are made of is waited for
+  std::byte* out;            // [T, H]; NULL: a leg's, which waits for what the sums are made of, and makes none
   float* weight_grads_out;   // [T, K]; NULL iff weight_grads is
 };
 

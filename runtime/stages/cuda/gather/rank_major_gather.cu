@@ -90,7 +90,7 @@ private:
     if (found.slots.size() == 0) return;
     const int32_t slot = found.first_slot;
     const RowSplits whole = part_of_row(0, args_.hidden);
-    RowPlaces to;
+    SendPlaces to;
     if (lane() == 0) {
       to.row.row = reinterpret_cast<std::byte*>(rows_.staged_sum(home, found.token, found.rank_ordinal, whole));
       to.ready_flag = rows_.ready_flag_at(home, found.token, found.rank_ordinal, whole);

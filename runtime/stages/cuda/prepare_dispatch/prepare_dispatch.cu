@@ -301,7 +301,7 @@ template <typename Format>
 cudaError_t launch(const Launcher& launcher, const PrepareDispatchCall& call) {
   const DispatchCall& dispatch = call.dispatch;
   const GroupContext& context = launcher.group.context;
-  const int64_t row_bytes = epx::row_bytes(dispatch.dtype, dispatch.hidden);
+  const int64_t row_bytes = input_row_bytes(dispatch);
   const CallDescriptor descriptor = describe(call, launcher.place_of(dispatch, dispatch.recv_tokens));
   MovementParams movement = make_movement_params(launcher.group, {}, dispatch, descriptor);
   const ExpertRanks experts(ExpertBlocks{context.shape.num_experts, context.shape.num_ranks});

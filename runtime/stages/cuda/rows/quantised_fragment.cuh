@@ -111,9 +111,9 @@ __device__ inline void add_quantised(const WireFormat& format, const QuantisedFr
     add_decoded<formats::E4M3>(quantised, scale, acc);
 }
 
-// Elements [first, first + size) of rows of `hidden` elements in staging (WireRow). `first` is a multiple of a block. Positions h are counted from
-// it, and are those of a lane's first fragment in an h-tile. Codes are moved by vectors, whatever the size is: a row has room
-// behind its last element.
+// Elements [first, first + size) of rows of `hidden` elements in staging (WireRow). `first` is a multiple of a block. Positions
+// h are counted from it, and are those of a lane's first fragment in an h-tile. Codes are moved by vectors, whatever the size is:
+// a row has room behind its last element.
 class WirePart {
 public:
   __device__ WirePart(const WireFormat& format, int64_t hidden, int64_t first, int64_t size)

@@ -141,6 +141,7 @@ private:
     for (int i = 0; i < kVectors; ++i) // those of this lane, which alone reads them
       if (const int vector = vector_of(bytes / kStageBytes, i) * Vector::kBytes; vector >= bytes)
         Vector{}.store(pipeline.stages() + vector);
+    fence_shared_before_bulk_copies(); // later bulk loads come after these zeros
   }
   // Of the vector that this lane has of a stage, in the ring.
   __device__ static int vector_of(int stage, int i) {
@@ -167,7 +168,7 @@ private:
     return block * kBlock < elements_;
   }
 
-  // Returns the largest magnitudes of each of a lane's vectors, and adds them to `largest`.
+  // Returns the largest magnitudes of each of a lane's vectors; `largest` becomes that of them and of what it was.
   __device__ static void amax_of_vectors(const Vector (&vectors)[kVectors], uint32_t (&amax)[kVectors], uint32_t& largest) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -431,12 +432,13 @@ __device__ inline bool fits_ring(const WireFormat& format, int64_t hidden, uint6
   return __all_sync(~0u, is_aligned ? 1 : 0) != 0;
 }
 
-// Begins to quantise a row to the places of `lanes`, all of which have scales, or none. is_begun: RingRow::begin() has been called.
+// Begins to quantise a row to the places of `lanes`, all of which have scales, or none. is_in_ring: it fits_ring(), and
+// RingRow::begin() has been called.
 template <typename T>
 __device__ inline void begin_quantise_row_to(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row,
                                              int64_t hidden, const float* encode_scale, const QuantisedPlaces& to,
-                                             unsigned lanes, bool is_begun) {
-  if (is_begun) {
+                                             unsigned lanes, bool is_in_ring) {
+  if (is_in_ring) {
     bool is_done = false;
     with_ring_row<T>(format, [&](auto of) {
       const RingOutcome outcome =

@@ -10,6 +10,7 @@
 //   begin_receive    what a peer has sent into the receive tensors; each lane passes the row's index there, or -1, and its
 //                    address, or NULL where it lies in place
 //   clear_scales     zeros what the receive tensors have beside the rows that the lanes pass; -1: none
+//   comes_as_sent    whether the call's own rows are as a peer would have sent them, so that they are received, too
 //   sends_in_place   whether a sender may store rows into a peer's receive rows. What they have beside them is staged all the same
 // On the low-latency path LlChunks says what the chunks of a row are.
 #pragma once
@@ -32,7 +33,7 @@ struct RowPlace {
 };
 
 // A row that a peer has sent. A row that has come on the wire from another node is one of these to the rank that relays it.
-struct SentRow {
+struct ArrivedRow {
   const std::byte* row;    // in staging, or in place
   const std::byte* staged; // in staging
 };
@@ -49,12 +50,13 @@ public:
   using LlChunks = PlainChunks<kUnaligned>;
 
   __device__ static constexpr bool sends_in_place() { return true; }
+  __device__ static constexpr bool comes_as_sent() { return true; }
   template <typename Meanwhile = Nothing>
   __device__ static void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*token*/,
                                     const RowPlace& to, const Meanwhile& meanwhile = {}) {
     begin_copy_row_to_destinations(pipeline, from, bytes, to.row, meanwhile);
   }
-  __device__ static void begin_receive(TmaRowPipeline& pipeline, const SentRow& from, int64_t bytes, int64_t /*index*/,
+  __device__ static void begin_receive(TmaRowPipeline& pipeline, const ArrivedRow& from, int64_t bytes, int64_t /*index*/,
                                        std::byte* to) {
     begin_copy_row_to_destinations(pipeline, from.row, bytes, to);
   }
@@ -75,6 +77,7 @@ public:
 
   // Rows that the receiver dequantises are not its receive rows.
   __device__ bool sends_in_place() const { return tensors_.recv_scales != nullptr; }
+  __device__ bool comes_as_sent() const { return tensors_.come_on_wire; }
   template <typename Meanwhile = Nothing>
   __device__ void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
                              const RowPlace& to, const Meanwhile& meanwhile = {}) const {
@@ -83,17 +86,17 @@ public:
                                  __ballot_sync(~0u, is_kept ? 1 : 0)};
     begin_move(pipeline, from, token, places, meanwhile);
   }
-  __device__ void begin_receive(TmaRowPipeline& pipeline, const SentRow& from, int64_t /*bytes*/, int64_t index,
+  __device__ void begin_receive(TmaRowPipeline& pipeline, const ArrivedRow& from, int64_t /*bytes*/, int64_t index,
                                 std::byte* to) const {
     receive(pipeline, from, index, to, NoWeight{});
   }
   // The same times a weight, which is that of the lane's row.
-  __device__ void begin_receive_weighted(TmaRowPipeline& pipeline, const SentRow& from, int64_t index, std::byte* to,
+  __device__ void begin_receive_weighted(TmaRowPipeline& pipeline, const ArrivedRow& from, int64_t index, std::byte* to,
                                          float weight) const {
     receive(pipeline, from, index, to, PlaceWeight{weight});
   }
   // Returns the dot product of a row that a peer has sent, without a weight, and a row of `dtype`. All lanes pass the same.
-  __device__ float dot(const SentRow& from, epx_dtype dtype, const std::byte* x) const {
+  __device__ float dot(const ArrivedRow& from, epx_dtype dtype, const std::byte* x) const {
     const QuantisedSource source = source_of(from);
     if (dtype == EPX_FLOAT32) return dot_row(call_.format, source, call_.hidden, reinterpret_cast<const float*>(x));
     if (dtype == EPX_FLOAT16) return dot_row(call_.format, source, call_.hidden, reinterpret_cast<const __half*>(x));
@@ -105,7 +108,7 @@ public:
   }
 
 private:
-  __device__ QuantisedSource source_of(const SentRow& from) const {
+  __device__ QuantisedSource source_of(const ArrivedRow& from) const {
     return {from.row, from.staged + wire_.scales,
             call_.format.has_row_scale() ? *reinterpret_cast<const float*>(from.staged + wire_.row_scale) : 0.0f};
   }
@@ -157,7 +160,7 @@ private:
       copy_scales();
   }
   template <typename Weight>
-  __device__ void receive(TmaRowPipeline& pipeline, const SentRow& from, int64_t index, std::byte* to,
+  __device__ void receive(TmaRowPipeline& pipeline, const ArrivedRow& from, int64_t index, std::byte* to,
                           Weight weight) const {
     const QuantisedSource source = source_of(from);
     if (tensors_.recv_scales == nullptr)

@@ -9,14 +9,14 @@
 namespace epx::cuda {
 
 // Where a lane's copy of a row goes, and what comes with it; NULL: nowhere.
-struct RowPlaces {
+struct SendPlaces {
   RowPlace row;
   std::byte* sidecar = nullptr;
   Epoch* ready_flag = nullptr;
 };
 
 // The tensors of a call that rows are sent from.
-struct SentRows {
+struct SourceTensors {
   const std::byte* rows;
   int64_t row_bytes;
   const std::byte* sidecars;
@@ -36,7 +36,7 @@ public:
   __device__ SignalWarp signal_warp() const { return signal_warp_of(role_counts_, lanes_); }
 
   // Begins to send row `index` of `from`. Each lane passes its places, of which at least one is for the row.
-  __device__ void send(const SentRows& from, int64_t index, const RowPlaces& to) {
+  __device__ void send(const SourceTensors& from, int64_t index, const SendPlaces& to) {
     format_.begin_send(pipeline_, from.rows + index * from.row_bytes, from.row_bytes, index, to.row, [&] {
       if (lanes_ > 0) finish();
     });

@@ -16,8 +16,9 @@
 //   entry    all      the entry barrier
 //   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
 //                     its place there when the receive rows lie in an             the part of the plan that has
-//                     allocation of the group, else into staging; routes and      the token
-//                     weights beside it
+//                     allocation of the group, else into staging; routes,         the token
+//                     weights, and scales of rows that have them into
+//                     staging
 //   signal   signal   store ready flags for the send warps of their CTA           the CTA's pending flags
 //                     (signal_warp.cuh)
 //   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then the rows' ready
@@ -225,7 +226,7 @@ private:
   }
   // Each lane passes a rank and the token's slot there, or -1.
   __device__ void send_row(Sender& sender, uint32_t token, int rank, int32_t slot) const {
-    RowPlaces to;
+    SendPlaces to;
     if (slot >= 0) {
       const int32_t number = row_of(call_.rank(), slot);
       const int64_t row = own_recv_row(number); // here, and at peers that take rows in place

@@ -20,8 +20,8 @@
 //
 // A row and its ready flag, in this order:
 //   cp.async.bulk      the send warp stores the row in the peer's window (TmaRowPipeline::begin_copy_to_destinations; a row that
-//                      it quantises: begin_store_to_destinations)
-//   wait_group 0       its lane 0 waits until those stores are complete (TmaRowPipeline::finish)
+//                      it quantises: begin_store_to_destinations). All lanes store its sidecar and scales
+//   wait_group 0       its lane 0 waits until those stores are complete (TmaRowPipeline::finish); a __syncwarp() follows
 //   fence.acq_rel.cta  the send warp enqueues the flag in shared memory by a CAS (SignalWarp::enqueue)
 //   fence.acq_rel.sys  the signal warp has loaded the enqueued flags (SignalWarp::run)
 //   st.relaxed.sys     and stores the epoch of the call in the flag (CallSession::signal_behind_fence); no flag is ever reset
@@ -52,7 +52,7 @@ cudaError_t launch_dispatch(const Launcher& launcher, const DispatchCall& call) 
 
 cudaError_t launch_second_half(const Launcher& launcher, const PrepareDispatchCall& call) {
   const DispatchCall& dispatch = call.dispatch;
-  const int64_t bytes = row_bytes(dispatch.dtype, dispatch.hidden);
+  const int64_t bytes = input_row_bytes(dispatch);
   const CallDescriptor descriptor = describe(call, launcher.place_of(dispatch, dispatch.recv_tokens));
   if (dispatch.format.is_quantised())
     return launch_scatter(launcher, MixedDispatch<QuantisedRows>{{dispatch, bytes}}, descriptor);

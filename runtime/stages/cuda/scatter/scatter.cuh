@@ -20,7 +20,7 @@ namespace epx::cuda {
 // Says where this rank reads a token from: its own input, staging, or the receive rows.
 struct SourceRow {
   int64_t token;
-  SentRow row;
+  ArrivedRow row;
   const std::byte* sidecar;
   int32_t slot_in_place; // the slot that the row lies in already; -1: none
   bool is_own;           // it is the input of this rank
@@ -52,7 +52,7 @@ struct Dispatch {
     const bool is_slot = slot >= 0;
     std::byte* const to =
         is_slot && slot != source_row.slot_in_place ? call.recv_tokens + slot * recv_row_bytes() : nullptr;
-    if (!Format::kIsReceiveFormat && source_row.is_own && !call.format_tensors.come_on_wire)
+    if (source_row.is_own && !format().comes_as_sent())
       format().begin_send(pipeline, source_row.row.row, row_bytes, source_row.token, {to, nullptr, slot});
     else
       format().begin_receive(pipeline, source_row.row, row_bytes, slot, to);
@@ -178,7 +178,7 @@ public:
         const bool goes_there = peer >= 0 && destinations.contains(peer);
         if (__any_sync(~0u, goes_there ? 1 : 0) == 0) continue;
         const int64_t row = staging_.row_of(call_.rank(), token, -1);
-        sender_.send(sent_rows(), token, goes_there ? staged_places(peer, token, row) : RowPlaces{});
+        sender_.send(sent_rows(), token, goes_there ? staged_places(peer, token, row) : SendPlaces{});
       }
     }
     sender_.close();
@@ -242,10 +242,10 @@ private:
                        : movement_.peer_token(static_cast<uint32_t>(index - own));
   }
 
-  __device__ SentRows sent_rows() const {
+  __device__ SourceTensors sent_rows() const {
     return {operation_.input_rows(), operation_.row_bytes, operation_.input_sidecar(), operation_.sidecar_bytes()};
   }
-  __device__ RowPlaces staged_places(int peer, int64_t token, int64_t row) const {
+  __device__ SendPlaces staged_places(int peer, int64_t token, int64_t row) const {
     std::byte* const staged = staging_.row(peer, row);
     return {{staged, staged}, staging_.sidecar(peer, row), staging_.ready_flag(peer, call_.rank(), token)};
   }
@@ -310,7 +310,7 @@ private:
   }
   // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
   __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
-    RowPlaces to;
+    SendPlaces to;
     if (first_live >= 0) {
       to = staged_places(peer, token, staging_.row_of(call_.rank(), token, first_slot));
       if (is_in_place(call_.rank(), peer))
