@@ -373,18 +373,11 @@ void print_model_arena(const RankContext& context) {
   }
 }
 
-// The block is refused as dispatch would be, before anything is created, and the group lives on.
-void test_format_between_nodes(const RankContext& context) {
+// Rows cross between nodes, with a format and without.
+void test_nodes(const RankContext& context) {
   const GpuGroup group(context, EPX_COMBINE_WIRE);
-  const auto layer = make_layer_of<float>(240, {2});
-  BlockConfig config = layer.config;
-  config.dispatch_format = RowFormat(EPX_SCALING_MX).get();
-  const epx_moe_block_config view = config.c_config();
-  epx_moe_block block = nullptr;
-  check_status(epx_moe_block_create(group.rank().group, &view, &block), EPX_ERROR_UNSUPPORTED, "epx_moe_block_create");
-  const std::string sentence = epx_last_error();
-  check(contains(sentence, "dispatch_format: the call has a row format, and the group has 2 nodes"), "\"{}\"", sentence);
-  RankBlockOf<float>(group.rank(), layer).run(kFloat32);
+  check_kinds<float>(group.rank());
+  check_kinds<Bfloat16>(group.rank());
 }
 
 } // namespace
@@ -396,7 +389,7 @@ int main(int argc, char** argv) {
   const RankTest end = [](const RankContext&) {
     check_equal(broken_guards(), int64_t{0}, "guard zones around tensors that were written to");
   };
-  if (option(argc, argv, "--nodes", 1) > 1) return run_suite({begin, test_format_between_nodes, end});
+  if (option(argc, argv, "--nodes", 1) > 1) return run_suite({begin, test_nodes, end});
   const bool is_large = option(argc, argv, "--large", 0) != 0;
   const RankTest model = [&](const RankContext& context) {
     if (is_large) print_model_arena(context);
