@@ -105,7 +105,7 @@ class Block {
 public:
   Block(uint3 index, dim3 grid, int threads, size_t shared_bytes, const std::function<void()>& kernel)
       : position_{{}, index, dim3(static_cast<unsigned>(threads)), grid}, kernel_(kernel),
-        shared_(shared_bytes + kAlignment), barrier_{threads}, threads_(static_cast<size_t>(threads)) {
+        shared_(shared_bytes + kAlignment, kUndefined), barrier_{threads}, threads_(static_cast<size_t>(threads)) {
     for (int first = 0; first < threads; first += kLanes)
       warps_.push_back({{std::min(kLanes, threads - first)}});
     for (size_t i = 0; i < threads_.size(); ++i) {
@@ -161,6 +161,8 @@ public:
 
 private:
   static constexpr size_t kAlignment = 128;
+  // What a kernel finds in shared memory: large finite numbers of every type that rows have.
+  static constexpr std::byte kUndefined{0xee};
 
   void arrive(Barrier& barrier, size_t first, size_t end) {
     ++barrier.arrived;
