@@ -49,6 +49,9 @@ struct FormatTensors {
   float* recv_row_scales = nullptr;    // [N]; NULL unless the format has row scales and rows arrive quantised
   bool come_on_wire = false; // rows come as WireRow, pitch() apart, and have no other tensors: a leg's, from another node
   ScaleLayout recv_layout;
+
+  // Returns whether the sender has nothing to quantise.
+  constexpr bool come_quantised() const { return come_on_wire || scales != nullptr; }
 };
 
 // The data movements have these arguments in common.

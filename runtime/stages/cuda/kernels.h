@@ -29,9 +29,7 @@ struct Launcher {
 // Call has format_tensors.
 template <typename Call>
 SenderWork sender_work_of(const Call& call) {
-  const FormatTensors& tensors = call.format_tensors;
-  const bool comes_quantised = tensors.scales != nullptr || tensors.come_on_wire;
-  return call.format.is_quantised() && !comes_quantised ? SenderWork::quantises : SenderWork::copies;
+  return call.format.is_quantised() && !call.format_tensors.come_quantised() ? SenderWork::quantises : SenderWork::copies;
 }
 
 // launch_dispatch and so on, one for each stage.

@@ -131,7 +131,7 @@ private:
   template <typename Meanwhile>
   __device__ void begin_move(TmaRowPipeline& pipeline, const std::byte* from, int64_t token, const QuantisedPlaces& to,
                              const Meanwhile& meanwhile) const {
-    if (tensors_.come_on_wire || tensors_.scales != nullptr) {
+    if (tensors_.come_quantised()) {
       begin_copy(pipeline, tensors_.come_on_wire ? source_of({from, from}) : source_of_token(from, token), to, NoWeight{},
                  meanwhile);
     } else if (call_.dtype == EPX_FLOAT32) {

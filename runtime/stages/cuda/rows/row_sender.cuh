@@ -59,7 +59,6 @@ private:
   __device__ void finish() {
     pipeline_.finish();
     signal_warp().enqueue(static_cast<int>(threadIdx.x) / kWarp, cell_, pending_flag_);
-    pending_flag_ = nullptr;
     cell_ ^= 1;
   }
 
