@@ -48,46 +48,13 @@ struct LlRankMajorShared {
 
 static_assert(sizeof(LlRankMajorShared) <= kLlScratchOffset);
 
-// A warp keeps the routes of a peer's row that it has loaded so far.
-class IncomingRoutes {
-public:
-  // Loads the packets of the `count` routes once. All lanes call this.
-  __device__ IncomingRoutes(RankMajorRoute* staged, int count) : staged_(staged), count_(count) {
-    if (lane() < count_) routes_.low = load_packet_relaxed_sys(staged_ + lane());
-    if (kWarp + lane() < count_) routes_.high = load_packet_relaxed_sys(staged_ + kWarp + lane());
-  }
-
-  // Waits until all packets carry the call's epoch; `peer` stores them. Returns false, in all lanes, when the group has failed.
-  __device__ bool wait(const CallSession& call, int peer) {
-    bool ok = wait_for(call, peer, lane(), routes_.low);
-    if (count_ > kWarp) ok &= wait_for(call, peer, kWarp + lane(), routes_.high);
-    return __all_sync(~0u, ok ? 1 : 0) != 0;
-  }
-  // Each lane's own, after wait() has returned true.
-  __device__ const PerRoute<RankMajorRoute>& get() const { return routes_; }
-  // See scribble_chunk().
-  __device__ void scribble() const {
-    for (int k = lane(); k < count_; k += kWarp)
-      staged_[k] = {0x5a5a, NAN, 0x5a5a, 0};
-  }
-
-private:
-  __device__ bool wait_for(const CallSession& call, int peer, int k, RankMajorRoute& route) const {
-    return k >= count_ || call.wait_for_loaded_packet(staged_ + k, route, peer);
-  }
-
-  RankMajorRoute* staged_;
-  int count_;
-  PerRoute<RankMajorRoute> routes_{};
-};
-
 template <typename Chunks, bool kCompact>
 class LlRankMajorDispatch : public RankMajorRowCounts<kCompact> {
   using Counts = RankMajorRowCounts<kCompact>;
   using Counts::args_, Counts::call_, Counts::group_, Counts::params_, Counts::plan_;
   using Counts::load_counts, Counts::most_rows, Counts::most_rows_of_peers, Counts::peer_row, Counts::rank_in_order,
       Counts::recv_row, Counts::report_counts, Counts::report_plan, Counts::rows_of, Counts::slot_of, Counts::store_counts,
-      Counts::store_record, Counts::store_route, Counts::wait_for_counts, Counts::weight_of_route;
+      Counts::store_record, Counts::store_route, Counts::store_routes, Counts::wait_for_counts, Counts::weight_of_route;
   using typename Counts::PeerRow;
 
   // A tile is a part of a row: each chunk is one, and so are the routes, which come last.
@@ -164,7 +131,8 @@ public:
       ChunkRange range = rows_.range_at(tile.part);
       if (!has_chunk(tile)) range.bytes = 0;
       IncomingLlChunk chunk = rows_.incoming(source, row, range);
-      IncomingRoutes routes(ll_staging_.routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k);
+      IncomingRoutes routes(ll_staging_.routes(call_.rank(), source, row), has_chunk(tile) ? 0 : args_.top_k,
+                            RouteLanes(kWarp));
       if (!(has_chunk(tile) ? receive_chunk(source, row, range, chunk) : receive_routes(source, row, routes))) return;
     }
   }
@@ -427,16 +395,7 @@ private:
   }
   __device__ bool receive_routes(int source, int32_t row, IncomingRoutes& incoming) const {
     if (!incoming.wait(call_, source)) return false;
-    const PerRoute<RankMajorRoute>& routes = incoming.get();
-    const int64_t to = recv_row(source, row);
-    const auto store = [&](int k, const RankMajorRoute& route) {
-      if (k < args_.top_k) store_route(to, k, route.expert, route.weight);
-      return k < args_.top_k && route.expert >= 0 ? 1 : 0;
-    };
-    uint64_t mask = __ballot_sync(~0u, store(lane(), routes.low));
-    if (args_.top_k > kWarp) mask |= static_cast<uint64_t>(__ballot_sync(~0u, store(kWarp + lane(), routes.high))) << kWarp;
-    if (lane() == 0) store_record(source, slot_of(source, row), routes.low.partial_row, mask);
-    if (call_.scribbles_staging()) incoming.scribble();
+    store_routes(incoming, source, row, recv_row(source, row));
     return true;
   }
 

@@ -5,6 +5,8 @@
 // M decides which path the call takes (takes_ll_path), so that all ranks take the same path, and the launch knows it.
 #pragma once
 
+#include <cmath>
+
 #include "runtime/layout/rank_major.h"
 #include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
@@ -29,6 +31,66 @@ struct RankMajorParams : MovementParams {
 // A value for each rank: each lane holds that of rank `lane` in `low` and that of rank 32 + `lane` in `high`.
 template <typename T>
 using PerRank = PerRoute<T>;
+
+// The lanes that have the routes of a token, or of a row: a part of the warp where K allows it. Where K is larger than a warp, a
+// lane has two.
+class RouteLanes {
+public:
+  __device__ explicit RouteLanes(int top_k)
+      : count_(top_k >= kWarp ? kWarp : SlotBatch::room_for(top_k)), first_(lane() / count_ * count_) {}
+
+  __device__ int count() const { return count_; }
+  __device__ int first() const { return first_; }
+  __device__ int index() const { return lane() / count_; }
+  __device__ int own_k() const { return lane() - first_; } // and 32 more, where a lane has two
+  // Returns a mask of the k for whose values `holds` is true. All lanes call this; each gets that of its own routes.
+  template <typename T, typename Holds>
+  __device__ uint64_t mask_of(const PerRoute<T>& routes, const Holds& holds) const {
+    const uint64_t mask = routes.mask_of(holds);
+    return count_ < kWarp ? mask >> first_ & ((1u << count_) - 1) : mask;
+  }
+
+private:
+  int count_, first_;
+};
+
+// A peer's routes that a warp has loaded so far, of one row for each RouteLanes.
+class IncomingRoutes {
+public:
+  // Loads the packets of the `count` routes of the lane's row once; 0: it has none.
+  __device__ IncomingRoutes(RankMajorRoute* staged, int count, const RouteLanes& lanes)
+      : staged_(staged), count_(count), lanes_(lanes) {
+    if (own_k() < count_) routes_.low = load_packet_relaxed_sys(staged_ + own_k());
+    if (kWarp + own_k() < count_) routes_.high = load_packet_relaxed_sys(staged_ + kWarp + own_k());
+  }
+
+  // Waits until all packets carry the call's epoch; `peer` stores them. Returns false, in all lanes, when the group has failed.
+  __device__ bool wait(const CallSession& call, int peer) {
+    bool ok = wait_for(call, peer, own_k(), routes_.low);
+    if (count_ > kWarp) ok &= wait_for(call, peer, kWarp + own_k(), routes_.high);
+    return __all_sync(~0u, ok ? 1 : 0) != 0;
+  }
+  // Each lane's own, after wait() has returned true.
+  __device__ const PerRoute<RankMajorRoute>& get() const { return routes_; }
+  __device__ const RouteLanes& lanes() const { return lanes_; }
+  __device__ int count() const { return count_; }
+  __device__ int own_k() const { return lanes_.own_k(); }
+  // See scribble_chunk().
+  __device__ void scribble() const {
+    for (int k = own_k(); k < count_; k += kWarp)
+      staged_[k] = {0x5a5a, NAN, 0x5a5a, 0};
+  }
+
+private:
+  __device__ bool wait_for(const CallSession& call, int peer, int k, RankMajorRoute& route) const {
+    return k >= count_ || call.wait_for_loaded_packet(staged_ + k, route, peer);
+  }
+
+  RankMajorRoute* staged_;
+  int count_;
+  RouteLanes lanes_;
+  PerRoute<RankMajorRoute> routes_{};
+};
 
 class RankMajorCall {
 public:
@@ -83,6 +145,18 @@ protected:
     const int64_t index = row * args_.top_k + k;
     store_integer(args_.recv_topk_idx, args_.recv_topk_idx_is_64, index, expert);
     if (args_.recv_weights != nullptr) args_.recv_weights[index] = weight;
+  }
+  // The lanes store the routes of the row that each has, and its record. `to`: the row of the receive tensors.
+  __device__ void store_routes(const IncomingRoutes& incoming, int source, int32_t row, int64_t to) const {
+    const PerRoute<RankMajorRoute>& routes = incoming.get();
+    const int k = incoming.own_k();
+    if (k < incoming.count()) store_route(to, k, routes.low.expert, routes.low.weight);
+    if (kWarp + k < incoming.count()) store_route(to, kWarp + k, routes.high.expert, routes.high.weight);
+    const PerRoute<bool> is_here{k < incoming.count() && routes.low.expert >= 0,
+                                 kWarp + k < incoming.count() && routes.high.expert >= 0};
+    const uint64_t mask = incoming.lanes().mask_of(is_here, [](bool here) { return here; });
+    if (k == 0 && incoming.count() > 0) store_record(source, slot_of(source, row), routes.low.partial_row, mask);
+    if (call_.scribbles_staging()) incoming.scribble();
   }
   // One lane stores the record of a row.
   __device__ void store_record(int source, int32_t slot, int32_t partial_row, uint64_t mask) const {

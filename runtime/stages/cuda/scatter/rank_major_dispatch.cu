@@ -14,20 +14,22 @@
 //                     for each rank on that rank's exchange board
 //                     (row_assignment.cuh)
 //   entry    all      the entry barrier
+//   routes   all      send the routes and weights of the block's tokens to the    nothing
+//                     ranks that these go to, as LL packets into staging; those
+//                     of this rank's own rows go into the outputs
 //   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
 //                     its place there when the receive rows lie in an             the part of the plan that has
-//                     allocation of the group, else into staging; routes,         the token
-//                     weights, and scales of rows that have them into
-//                     staging
+//                     allocation of the group, else into staging; scales of       the token
+//                     rows that have them into staging
 //   signal   signal   store ready flags for the send warps of their CTA           the CTA's pending flags
 //                     (signal_warp.cuh)
 //   receive  receive  store a peer's rows, routes and weights into the outputs,   the peer's counts; then the rows' ready
-//                     and the plan into the handle memory; send and signal warps  flags
+//                     and the plan into the handle memory; send and signal warps  flags and their routes
 //                     do so when nothing is left to send or to signal
 //   report   one      store the counts, the header and what was dropped           the counts of all ranks
 //
 // Compact rows (EPX_ROWS_COMPACT) always go into staging at a peer. A rank knows where its own rows lie once it has the counts of
-// the ranks below it, for which its senders wait before they begin. No rank's counts wait for anything but its own blocks.
+// the ranks below it, for which its warps wait behind the entry barrier. No rank's counts wait for anything but its own blocks.
 //
 // A row and its ready flag are ordered as in scatter.cu.
 #include "runtime/stages/cuda/kernels.h"
@@ -101,6 +103,16 @@ public:
     return signal_warp_of(params_.role_counts, lanes_of_peers(call_.num_ranks()));
   }
 
+  // Tells each rank that keeps a token of the block's range which of its experts the routes go to. All warps of the block call
+  // this, each for several tokens at a time.
+  __device__ void send_routes() const {
+    const auto tokens = static_cast<uint32_t>(kWarp / RouteLanes(args_.top_k).count());
+    const auto warp = static_cast<uint32_t>(threadIdx.x) / kWarp;
+#pragma unroll 1
+    for (uint32_t first = tokens_.begin + warp * tokens; first < tokens_.end; first += kMovementWarps * tokens)
+      send_routes_of(first, min(first + tokens, tokens_.end));
+  }
+
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
   // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
@@ -113,11 +125,11 @@ public:
 #pragma unroll 1
     while (token < end && has_begun) {
       if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
-      send_token(sender, static_cast<uint32_t>(token));
-      if (shares)
-        token = partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens);
-      else
-        token += senders_of_block();
+      const PerRoute<Route> routes = routes_of(token);
+      const int64_t next = shares ? partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens)
+                                  : token + senders_of_block(); // while the routes are in flight
+      send_row_of(sender, static_cast<uint32_t>(token), routes);
+      token = next;
     }
     sender.close();
   }
@@ -149,7 +161,8 @@ private:
   }
 
   // The lanes load the routes [K] of a token.
-  __device__ PerRoute<Route> routes_of(const Route* routes) const {
+  __device__ PerRoute<Route> routes_of(int64_t token) const {
+    const Route* const routes = plan_.routes + route_index(token, args_.top_k, 0);
     const auto route = [&](int k) { return k < args_.top_k ? routes[k] : Route{-1, -1, 0}; };
     return {route(lane()), route(lane() + kWarp)};
   }
@@ -168,48 +181,52 @@ private:
 
   // ---- Sending ----
 
-  // Calls take(rank, slot, rank_ordinal) for each rank that keeps the token; this rank comes last.
-  template <typename Take>
-  __device__ void for_each_destination(int64_t token, const PerRoute<Route>& routes, const Take& take) const {
-    const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
+  // The RouteLanes of each of the tokens [first, end) send its routes.
+  __device__ void send_routes_of(uint32_t first, uint32_t end) const {
+    const RouteLanes lanes(args_.top_k);
+    const uint32_t token = first + static_cast<uint32_t>(lanes.index());
+    const int own_k = token < end ? lanes.own_k() : args_.top_k;
+    const auto load = [&](int k) {
+      if (k >= args_.top_k) return TokenRoute{{-1, -1, 0}, -1, 0.0f};
+      const int64_t index = route_index(token, args_.top_k, k);
+      return TokenRoute{plan_.routes[index], static_cast<int32_t>(index_at(args_, index)), weight_of_route(index)};
+    };
+    const PerRoute<TokenRoute> routes{load(own_k), load(own_k + kWarp)};
 #pragma unroll 1
     for (int i = 0; i < call_.num_ranks(); ++i) {
-      const int rank = rank_in_order(token, i);
-      const uint64_t first = firsts & routes.mask_of([&](const Route& route) { return route.rank == rank; });
-      if (first == 0) continue;
-      const int k = lowest_bit(first);
-      take(rank, from_lane(routes.own(k).slot, k % kWarp), from_lane(routes.own(k).rank_ordinal, k % kWarp));
-    }
-  }
-
-  // Tells each rank that keeps the token which of its experts the routes go to.
-  __device__ void send_routes(int64_t token, const PerRoute<Route>& routes) const {
-    for_each_destination(token, routes, [&](int rank, int32_t slot, int32_t rank_ordinal) {
-      const int first_expert = params_.experts.blocks.first_expert(rank);
+      const int rank = rank_in_order(first, i);
+      const uint64_t mask = lanes.mask_of(routes, [&](const TokenRoute& own) { return own.route.rank == rank; });
+      const int first_k = mask != 0 ? lowest_bit(mask) : 0;
+      const Route& of_first = first_k < kWarp ? routes.low.route : routes.high.route;
+      const int32_t slot = from_lane(of_first.slot, lanes.first() + first_k % kWarp);
+      const int32_t rank_ordinal = from_lane(of_first.rank_ordinal, lanes.first() + first_k % kWarp);
+      if (mask == 0) continue;
       const auto partial_row =
           static_cast<int32_t>(partial_staging_row(group_.context.shape, token, args_.top_k, rank_ordinal));
-#pragma unroll 1
-      for (int first = 0; first < args_.top_k; first += kWarp) {
-        const int k = first + lane();
-        const int64_t index = route_index(token, args_.top_k, k);
-        const bool goes_there = routes.own(first).rank == rank;
-        const int32_t expert = goes_there ? static_cast<int32_t>(index_at(args_, index)) - first_expert : -1;
-        if (k >= args_.top_k) continue;
-        const float weight = goes_there ? weight_of_route(index) : 0.0f;
-        if (rank == call_.rank()) {
-          store_route(own_recv_row(row_of(rank, slot)), k, expert, weight);
-        } else {
-          staging_.routes(rank, slot, args_.top_k)[k] = {expert, weight, partial_row, call_.epoch()};
-        }
-      }
-      const uint64_t mask = routes.mask_of([&](const Route& route) { return route.rank == rank; });
-      if (rank == call_.rank() && lane() == 0) store_record(rank, slot, partial_row, mask);
-    });
+      send_route(rank, slot, own_k, routes.low, partial_row);
+      send_route(rank, slot, own_k + kWarp, routes.high, partial_row);
+      if (rank == call_.rank() && own_k == 0) store_record(rank, slot, partial_row, mask);
+    }
+  }
+  struct TokenRoute {
+    Route route;
+    int32_t expert;
+    float weight;
+  };
+  // One lane sends what a rank gets for route k of a token, which has the slot there.
+  __device__ void send_route(int rank, int32_t slot, int k, const TokenRoute& own, int32_t partial_row) const {
+    if (k >= args_.top_k) return;
+    const bool goes_there = own.route.rank == rank;
+    const int32_t expert = goes_there ? own.expert - params_.experts.first_expert(rank) : -1;
+    const float weight = goes_there ? own.weight : 0.0f;
+    if (rank == call_.rank())
+      store_route(own_recv_row(row_of(rank, slot)), k, expert, weight);
+    else
+      store_packet_relaxed_sys(staging_.routes(rank, slot, args_.top_k) + k,
+                               RankMajorRoute{expert, weight, partial_row, call_.epoch()});
   }
 
-  __device__ void send_token(Sender& sender, uint32_t token) const {
-    const PerRoute<Route> routes = routes_of(plan_.routes + route_index(token, args_.top_k, 0));
-    send_routes(token, routes);
+  __device__ void send_row_of(Sender& sender, uint32_t token, const PerRoute<Route>& routes) const {
     const uint64_t firsts = routes.mask_of([](const Route& route) { return route.slot >= 0; });
 #pragma unroll 1
     for (int first = 0; first < call_.num_ranks(); first += kWarp) { // each lane has one rank
@@ -264,15 +281,14 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   }
   if (!call.enter_begun(params.descriptor)) return;
 
-  TmaRowPipeline pipeline = pipeline_of_warp();
-  if (warp.role == WarpRole::send) {
-    bool has_begun = true;
-    if constexpr (kCompact) {
-      dispatch.load_counts();
-      has_begun = dispatch.wait_for_counts();
-    }
-    dispatch.send(pipeline, warp, has_begun);
+  bool has_begun = true;
+  if constexpr (kCompact) {
+    dispatch.load_counts();
+    has_begun = dispatch.wait_for_counts();
   }
+  if (has_begun) dispatch.send_routes();
+  TmaRowPipeline pipeline = pipeline_of_warp();
+  if (warp.role == WarpRole::send) dispatch.send(pipeline, warp, has_begun);
   if (warp.role == WarpRole::signal) {
     dispatch.signal_warp().run(call);
     if (lane() == 0) call.sent(static_cast<unsigned>(warp.count));
@@ -281,8 +297,11 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
     warp = join_receivers(params.role_counts);
   const bool reports = blockIdx.x == 0 && static_cast<int>(threadIdx.x) / kWarp == report_warp;
   if (warp.role != WarpRole::receive && !reports) return;
-  dispatch.load_counts();
-  if (!dispatch.wait_for_counts()) return;
+  if constexpr (!kCompact) {
+    dispatch.load_counts();
+    has_begun = dispatch.wait_for_counts();
+  }
+  if (!has_begun) return;
   if (reports) {
     dispatch.report_plan();
     dispatch.report_counts();

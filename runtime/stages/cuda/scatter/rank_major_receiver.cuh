@@ -17,7 +17,7 @@ class RankMajorReceiver : public RankMajorRowCounts<kCompact> {
 protected:
   using Counts::args_, Counts::call_, Counts::group_, Counts::row_bytes_, Counts::staging_;
   using Counts::most_rows_of_peers, Counts::peer_row, Counts::recv_row, Counts::rows_of, Counts::slot_of,
-      Counts::store_record, Counts::store_route;
+      Counts::store_routes;
   using typename Counts::PeerRow;
 
 public:
@@ -70,26 +70,26 @@ private:
     }
     __device__ uint32_t first_row(int64_t batch) const { return min(static_cast<uint32_t>(batch) * batch_rows, num_rows); }
   };
-  // Returns how many lanes receive the routes of a row; where K is larger, each takes several.
-  __device__ int lanes_per_row() const {
-    return args_.top_k >= kWarp ? kWarp : SlotBatch::room_for(args_.top_k);
-  }
   __device__ int max_batch_rows() const {
-    return kWarp / lanes_per_row();
+    return kWarp / RouteLanes(args_.top_k).count();
   }
 
   // Receives the rows [first, end) of peer_row(). Returns false when the group has failed.
   __device__ bool receive_batch(TmaRowPipeline& pipeline, uint32_t first, uint32_t end) const {
     const int rank = call_.rank();
-    const uint32_t index = first + static_cast<uint32_t>(lane() / lanes_per_row());
+    const RouteLanes lanes(args_.top_k);
+    const uint32_t index = first + static_cast<uint32_t>(lanes.index());
     PeerRow own = index < end ? peer_row(index) : PeerRow{0, 0}; // the row whose routes this lane receives
     const bool has_row = own.row < rows_of(own.source) && index < end;
+    if (!has_row) own.source = -1;
+    IncomingRoutes routes(staging_.routes(rank, has_row ? slot_of(own.source, own.row) : 0, args_.top_k),
+                          has_row ? args_.top_k : 0, lanes);
     bool ok = true;
-    if (has_row && lane() % lanes_per_row() == 0)
-      ok = call_.wait_ready(staging_.ready_flag(rank, own.source, own.row), own.source);
+    if (has_row && lanes.own_k() == 0) ok = call_.wait_ready(staging_.ready_flag(rank, own.source, own.row), own.source);
     if (__all_sync(~0u, ok ? 1 : 0) == 0) return false;
     __syncwarp(); // all lanes see what the first lane of a row has acquired: a vote orders no memory
-    if (!has_row) own.source = -1;
+    if (!routes.wait(call_, own.source)) return false;
+    store_routes(routes, own.source, own.row, recv_row(own.source, own.row));
     const bool in_place = is_in_place(rank);
     const bool receives_rows = !in_place || !Format::kIsReceiveFormat;
     if (receives_rows || args_.sidecar_bytes > 0)
@@ -106,7 +106,6 @@ private:
           copy_row_to_destinations(staging_.sidecar(rank, slot), args_.sidecar_bytes,
                                    lane() == 0 ? args_.recv_sidecar + to * args_.sidecar_bytes : nullptr);
       });
-    receive_routes(own);
     if (call_.scribbles_staging()) {
       pipeline.finish();
       for_each_row(own, [&](int source, int32_t row) { scribble(slot_of(source, row)); });
@@ -117,7 +116,7 @@ private:
   template <typename Take>
   __device__ void for_each_row(const PeerRow& own, const Take& take) const {
 #pragma unroll 1
-    for (int from = 0; from < kWarp; from += lanes_per_row())
+    for (int from = 0; from < kWarp; from += RouteLanes(args_.top_k).count())
       if (const int source = from_lane(own.source, from); source >= 0) take(source, from_lane(own.row, from));
   }
   __device__ void scribble(int32_t slot) const {
@@ -125,32 +124,6 @@ private:
     scribble_row(staging_.row(rank, slot),
                  Format::kIsReceiveFormat ? row_bytes_ : WireRow(args_.format, args_.hidden).bytes);
     scribble_row(staging_.sidecar(rank, slot), args_.sidecar_bytes);
-    scribble_row(reinterpret_cast<std::byte*>(staging_.routes(rank, slot, args_.top_k)),
-                 args_.top_k * static_cast<int64_t>(sizeof(RankMajorRoute)));
-  }
-  // The lanes of each row of a batch receive its routes.
-  __device__ void receive_routes(const PeerRow& own) const {
-    const int lanes = lanes_per_row();
-    const int first_lane = lane() / lanes * lanes;
-    const bool has_row = own.source >= 0;
-    const int64_t to = recv_row(own.source, own.row);
-    const int32_t slot = has_row ? slot_of(own.source, own.row) : 0;
-    const RankMajorRoute* const routes = staging_.routes(call_.rank(), slot, args_.top_k);
-    uint64_t mask = 0;
-    int32_t partial_row = 0; // of the first lane, which has a route each time
-#pragma unroll 1
-    for (int first = 0; first < args_.top_k; first += lanes) {
-      const int k = first + lane() - first_lane;
-      RankMajorRoute route{-1, 0.0f, 0, 0};
-      if (has_row && k < args_.top_k) {
-        route = routes[k];
-        store_route(to, k, route.expert, route.weight);
-      }
-      const unsigned here = __ballot_sync(~0u, route.expert >= 0 ? 1 : 0) >> first_lane;
-      mask |= static_cast<uint64_t>(lanes < kWarp ? here & ((1u << lanes) - 1) : here) << first;
-      partial_row = route.partial_row;
-    }
-    if (has_row && lane() == first_lane) store_record(own.source, slot, partial_row, mask);
   }
 };
 

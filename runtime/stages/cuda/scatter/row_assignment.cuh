@@ -50,17 +50,22 @@ public:
 
   // Adds the tokens [0, end) to rows. All threads of the block call this; a barrier must follow.
   __device__ void count(uint32_t end) {
+    constexpr int kLoads = 8;
     int32_t low = 0, high = 0; // rows of the ranks `lane` and 32 + `lane`
 #pragma unroll 1
     for (uint32_t first = 0; first < end; first += kMovementThreads) {
       const uint32_t token = first + threadIdx.x;
       RankMask ranks;
-      if (token < end)
-#pragma unroll 4
-        for (int k = 0; k < args_.top_k; ++k)
-          if (const int expert = expert_of(token * static_cast<uint32_t>(args_.top_k) + static_cast<uint32_t>(k));
-              expert >= 0)
+      for (int first_k = 0; first_k < args_.top_k; first_k += kLoads) {
+        int64_t indices[kLoads]; // whose loads are in flight at a time
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          indices[i] = token < end && first_k + i < args_.top_k ? index_at(args_, route_of_token(token, first_k + i)) : -1;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          if (const int expert = expert_of(indices[i], route_of_token(token, first_k + i)); expert >= 0)
             ranks.set(experts_.rank_of(expert));
+      }
 #pragma unroll 1
       for (int rank = 0; rank < num_ranks_; ++rank) {
         const int32_t rows = __popc(__ballot_sync(~0u, ranks.contains(rank) ? 1 : 0));
@@ -85,7 +90,7 @@ public:
     for (; begin < end; begin += tile_tokens) {
       const uint32_t token = begin + token_in_tile;
       const bool has_route = token_in_tile < tile_tokens && token < end;
-      const int expert = has_route ? expert_of(token * top_k + k) : -1;
+      const int expert = has_route ? expert_of(index_at(args_, token * top_k + k), token * top_k + k) : -1;
       const int rank = expert >= 0 ? experts_.rank_of(expert) : -1;
       shared_.tile_ranks[threadIdx.x] = rank;
       __syncthreads();
@@ -120,9 +125,12 @@ public:
     }
   }
 
-  // Returns the expert of a route, or -1 when the route is masked or its index is bad.
-  __device__ int expert_of(uint32_t route) {
-    const int64_t index = index_at(args_, route);
+private:
+  __device__ uint32_t route_of_token(uint32_t token, int k) const {
+    return token * static_cast<uint32_t>(args_.top_k) + static_cast<uint32_t>(k);
+  }
+  // Returns the expert of a route with this index, or -1 when the route is masked or the index is bad.
+  __device__ int expert_of(int64_t index, uint32_t route) {
     if (index >= 0 && index < experts_.blocks.num_experts) return static_cast<int>(index);
     if (index != -1) {
       ++bad_.number;
@@ -130,8 +138,6 @@ public:
     }
     return -1;
   }
-
-private:
   // `row` is that of the token on `rank`; ranks and rows [K] are those of the token's routes.
   __device__ Route route_of(int source, int rank, int32_t row, bool is_first, const int32_t* ranks,
                             const int32_t* rows) const {
