@@ -62,10 +62,9 @@ constexpr PartialRow partial_row_at(const GroupShape& shape, int32_t staging_row
   return {staging_row / ranks, staging_row % ranks};
 }
 
-// A source sends this for each (row, k) of dispatch_rank_major beside the row. On the low-latency path it is an LL packet. On
-// the high-throughput path it lies in WindowLayout::rank_major_routes(), and is read behind the row's ready flag. A later
-// prepare may poll these words as slot records, and must find the epoch of an old call, not arbitrary data. So the epoch lies
-// where an LlSlotRecord has one.
+// A source sends this for each (row, k) of dispatch_rank_major beside the row; kernels send it as an LL packet. On the
+// high-throughput path it lies in WindowLayout::rank_major_routes(). A later prepare may poll these words as slot records, and
+// must find the epoch of an old call, not arbitrary data. So the epoch lies where an LlSlotRecord has one.
 struct alignas(16) RankMajorRoute {
   int32_t expert;      // local on the receiver; -1: the route is masked or goes to another rank
   float weight;        // 0 where weights do not travel

@@ -35,9 +35,9 @@
 namespace epx::cuda {
 namespace {
 
-// DeviceGroup::plan_packets has the flags of plan_parts.cuh, and then the slots that PrepareRole::slot_packets describes.
+// DeviceGroup::plan_packets has those of plan_parts.cuh, and then the slots that PrepareRole::slot_packets describes.
 __device__ __forceinline__ LlPacket8* slot_packets(const DeviceGroup& group) {
-  return group.plan_packets + kMaxPlanBlocks;
+  return group.plan_packets + plan_part_words(group.context.shape.num_ranks);
 }
 
 // The rows of a rank with few tokens: a warp takes a chunk of a row at a time.
@@ -290,7 +290,7 @@ size_t prepare_dispatch_shared_bytes(int num_experts) {
   return std::max(movement_shared_bytes(), sizeof(PrepareShared) + dynamic_shared_bytes(num_experts));
 }
 size_t plan_packet_words(const GroupShape& shape) {
-  return kMaxPlanBlocks + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
+  return plan_part_words(shape.num_ranks) + static_cast<size_t>(shape.num_ranks * max_ll_tokens(shape) * shape.max_top_k);
 }
 
 static_assert(sizeof(PrepareShared) + dynamic_shared_bytes(kMaxQuantisedLlExperts) <= kLlScratchOffset);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A plan that several blocks of a grid make, and other warps of the same grid read before the grid ends: each block signals
-// that its part is complete. All blocks of a grid are resident at the same time, so a warp may wait for a block.
+// that its part is complete, and may tell the others how many rows its part has for each rank. All blocks of a grid are resident
+// at the same time, so a warp may wait for a block.
 #pragma once
 
 #include "runtime/stages/cuda/kernel_list.h"
@@ -12,6 +13,12 @@ namespace epx::cuda {
 __device__ inline Epoch* plan_part_flag(const DeviceGroup& group, int block) {
   return &group.plan_packets[block].epoch;
 }
+
+// Behind the flags: what a block tells about a rank.
+__device__ inline LlPacket16* plan_part_packet(const DeviceGroup& group, int block, int rank) {
+  return reinterpret_cast<LlPacket16*>(group.plan_packets + kMaxPlanBlocks) + block * group.context.shape.num_ranks + rank;
+}
+static_assert(kMaxPlanBlocks % 2 == 0, "LlPacket16 is aligned");
 
 // All threads of a block call this: its part of the plan is stored. A release at the scope of the GPU would do.
 __device__ inline void signal_plan_part(const DeviceGroup& group, const CallSession& call) {

@@ -8,7 +8,7 @@
 // ll_rank_major_dispatch.cu has the other one.
 //
 //   step     warps    do                                                          wait for
-//   assign   all      give the tokens of the block's range their rows, and        barriers of the block
+//   assign   all      give the tokens of the block's range their rows, and        the counts of the blocks
 //                     signal this part of the plan where senders have many
 //                     tokens; the last sending block stores how many there are
 //                     for each rank on that rank's exchange board
@@ -72,28 +72,23 @@ public:
   }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
-  // this before the entry barrier; it ends with a barrier.
-  __device__ void assign_rows() const {
-    if (!has_last_token() && tokens_.begin == tokens_.end) return;
-    __shared__ BadIndices bad;
+  // this before the entry barrier; it ends with a barrier. Returns false, in all threads, when the group has failed.
+  __device__ bool assign_rows() const {
+    if (static_cast<int>(blockIdx.x) >= num_sending_blocks()) return true;
     RowAssignmentShared& shared = *dynamic_shared_memory<RowAssignmentShared>();
-    RowAssignment assignment(args_, params_.experts, call_.num_ranks(), shared);
-    if (threadIdx.x == 0) bad = {0, 0};
+    const RowAssignment assignment(args_, params_.experts, call_.num_ranks(), shared);
     assignment.clear();
     __syncthreads();
-    assignment.count(tokens_.begin);
+    assignment.count(tokens_.begin, tokens_.end);
     __syncthreads();
+    if (!assignment.share(group_, call_)) return false;
     assignment.assign(tokens_.begin, tokens_.end, call_.rank(), [&](uint32_t token, int k, const Route& route) {
       plan_.routes[route_index(token, args_.top_k, k)] = route;
     });
-    if (!has_last_token()) return;
-    if (const RowAssignment::BadRoutes found = assignment.bad_routes(); found.number > 0) {
-      atomicAdd(&bad.number, found.number);
-      atomicMax(&bad.first_inverted, ~found.first);
-    }
+    if (!has_last_token()) return true;
+    if (threadIdx.x == 0) report_bad_indices(call_.context(), args_, shared.bad);
     publish_counts(assignment, shared);
-    __syncthreads();
-    if (threadIdx.x == 0) report_bad_indices(call_.context(), args_, bad);
+    return true;
   }
 
   // ---- Behind the entry barrier ----
@@ -167,7 +162,7 @@ private:
     return {route(lane()), route(lane() + kWarp)};
   }
 
-  __device__ void publish_counts(RowAssignment& assignment, const RowAssignmentShared& shared) const {
+  __device__ void publish_counts(const RowAssignment& assignment, const RowAssignmentShared& shared) const {
     const auto rank = static_cast<int>(threadIdx.x);
     const bool is_rank = rank < call_.num_ranks();
     // Only the tiles of this block have counted dropped routes. If there are any, the block walks all tokens for their number.
@@ -268,7 +263,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
   RankMajorDispatch<Format, kCompact> dispatch(params, call);
   if (blockIdx.x == 0) call.post(params.descriptor, 0);
   if (!call.begin()) return;
-  dispatch.assign_rows();
+  if (!dispatch.assign_rows()) return;
   if (dispatch.shares_tokens()) signal_plan_part(params.group, call);
 
   const bool is_single = params.group.context.shape.num_ranks == 1;

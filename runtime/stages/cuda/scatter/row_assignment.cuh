@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Row assignment: each token of this rank gets its row on each rank that it goes to, which is the number of earlier tokens that
-// go there. A block assigns the rows of its own range of tokens; it counts the tokens before that range itself, so that no
-// block waits for another one. The last block that sends thus counts all tokens, and knows the totals.
+// go there. A block assigns the rows of its own range of tokens, and the last block that sends knows the totals.
 //
-//   count   A thread takes a token, and a warp adds up its 32 tokens by votes, one for each rank.
+//   count   A thread takes a token of the range, and a warp adds up its 32 tokens by votes, one for each rank.
+//   share   The block tells the others how many tokens of its range go to each rank, and adds up what the blocks before it tell.
 //   assign  A thread takes a route. The block walks its range in tiles of kMovementThreads / K tokens, as prepare does
 //           (slot_assignment.cuh), and sorts the first routes of each (token, rank) by rank, stably.
 #pragma once
@@ -12,7 +12,7 @@
 #include "runtime/layout/rank_major.h"
 #include "runtime/stages/cuda/bad_indices.cuh"
 #include "runtime/stages/cuda/expert_ranks.cuh"
-#include "runtime/stages/cuda/protocol/call_session.cuh"
+#include "runtime/stages/cuda/protocol/plan_parts.cuh"
 #include "runtime/stages/stages.h"
 
 namespace epx::cuda {
@@ -21,6 +21,8 @@ namespace epx::cuda {
 struct RowAssignmentShared {
   static constexpr int kWarps = kMovementThreads / kWarp;
 
+  BadIndices bad;                   // of the range and, once they are shared, of the ranges before it
+  int32_t counted[kMaxDeviceRanks]; // by rank: tokens of the range that go there
   int32_t rows[kMaxDeviceRanks];    // by rank: tokens before the tile that go there
   int32_t dropped[kMaxDeviceRanks]; // by rank: routes of the tiles whose row is at or above M
   int32_t warp_rows[kWarps][kMaxDeviceRanks];
@@ -34,37 +36,37 @@ public:
                            RowAssignmentShared& shared)
       : args_(args), experts_(experts), num_ranks_(num_ranks), shared_(shared) {}
 
-  // The routes that this thread has found to have a bad index.
-  struct BadRoutes {
-    int number = 0;
-    unsigned first = ~0u;
-  };
-  __device__ const BadRoutes& bad_routes() const { return bad_; }
-
   // All threads of the block call this first. A barrier must follow before anything else.
   __device__ void clear() const {
     for (int i = static_cast<int>(threadIdx.x); i < RowAssignmentShared::kWarps * kMaxDeviceRanks; i += kMovementThreads)
       shared_.warp_rows[i / kMaxDeviceRanks][i % kMaxDeviceRanks] = 0;
-    if (threadIdx.x < kMaxDeviceRanks) shared_.rows[threadIdx.x] = shared_.dropped[threadIdx.x] = 0;
+    if (threadIdx.x < kMaxDeviceRanks)
+      shared_.counted[threadIdx.x] = shared_.rows[threadIdx.x] = shared_.dropped[threadIdx.x] = 0;
+    if (threadIdx.x == 0) shared_.bad = {0, 0};
   }
 
-  // Adds the tokens [0, end) to rows. All threads of the block call this; a barrier must follow.
-  __device__ void count(uint32_t end) {
+  // Counts the tokens [begin, end), and bad indices among theirs. All threads of the block call this; a barrier must follow.
+  __device__ void count(uint32_t begin, uint32_t end) const {
     constexpr int kLoads = 8;
-    int32_t low = 0, high = 0; // rows of the ranks `lane` and 32 + `lane`
+    int32_t low = 0, high = 0; // of the ranks `lane` and 32 + `lane`
 #pragma unroll 1
-    for (uint32_t first = 0; first < end; first += kMovementThreads) {
+    for (uint32_t first = begin; first < end; first += kMovementThreads) {
       const uint32_t token = first + threadIdx.x;
       RankMask ranks;
+#pragma unroll 1
       for (int first_k = 0; first_k < args_.top_k; first_k += kLoads) {
+        const uint32_t route = token * static_cast<uint32_t>(args_.top_k) + static_cast<uint32_t>(first_k);
         int64_t indices[kLoads]; // whose loads are in flight at a time
 #pragma unroll
         for (int i = 0; i < kLoads; ++i)
-          indices[i] = token < end && first_k + i < args_.top_k ? index_at(args_, route_of_token(token, first_k + i)) : -1;
+          indices[i] = token < end && first_k + i < args_.top_k ? index_at(args_, route + i) : -1;
 #pragma unroll
-        for (int i = 0; i < kLoads; ++i)
-          if (const int expert = expert_of(indices[i], route_of_token(token, first_k + i)); expert >= 0)
-            ranks.set(experts_.rank_of(expert));
+        for (int i = 0; i < kLoads; ++i) {
+          if (is_expert(indices[i]))
+            ranks.set(experts_.rank_of(static_cast<int>(indices[i])));
+          else if (indices[i] != -1)
+            count_bad_index(shared_.bad, route + i);
+        }
       }
 #pragma unroll 1
       for (int rank = 0; rank < num_ranks_; ++rank) {
@@ -72,14 +74,51 @@ public:
         if (rank % kWarp == lane()) (rank < kWarp ? low : high) += rows;
       }
     }
-    if (low != 0) atomicAdd(&shared_.rows[lane()], low);
-    if (high != 0) atomicAdd(&shared_.rows[kWarp + lane()], high);
+    if (low != 0) atomicAdd(&shared_.counted[lane()], low);
+    if (high != 0) atomicAdd(&shared_.counted[kWarp + lane()], high);
+  }
+
+  // Tells the other blocks what this one has counted, and adds what the blocks before it have counted to rows. All threads of the
+  // block call this behind a barrier; it ends with one. Returns false, in all threads, when the group has failed.
+  __device__ bool share(const DeviceGroup& group, const CallSession& call) const {
+    constexpr int kLoads = 2; // packets of a thread that are in flight at a time
+    const auto thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
+    const BadIndices bad = shared_.bad;
+    __syncthreads(); // all have read what is bad here, to which the blocks before this one are added now
+    if (thread < num_ranks_)
+      store_packet_relaxed_sys(plan_part_packet(group, block, thread),
+                               LlPacket16{{bad.first_inverted, static_cast<uint32_t>(bad.number),
+                                           static_cast<uint32_t>(shared_.counted[thread])},
+                                          call.epoch()});
+    const int packets = block * num_ranks_;
+    const LlPacket16* const first = plan_part_packet(group, 0, 0);
+    bool ok = true;
+#pragma unroll 1
+    for (int from = thread; from < packets; from += kLoads * kMovementThreads) {
+      LlPacket16 loaded[kLoads]{};
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        if (from + i * kMovementThreads < packets) loaded[i] = load_packet_relaxed_sys(first + from + i * kMovementThreads);
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int index = from + i * kMovementThreads;
+        if (index >= packets) break;
+        ok = ok && call.wait_for_loaded_packet(first + index, loaded[i], call.rank());
+        const int rank = index % num_ranks_;
+        if (const auto rows = static_cast<int32_t>(loaded[i].values[2]); rows != 0) atomicAdd(&shared_.rows[rank], rows);
+        if (const auto number = static_cast<int32_t>(loaded[i].values[1]); rank == 0 && number != 0) {
+          atomicAdd(&shared_.bad.number, number);
+          atomicMax(&shared_.bad.first_inverted, loaded[i].values[0]);
+        }
+      }
+    }
+    return __syncthreads_and(ok ? 1 : 0) != 0;
   }
 
   // Calls take(token, k, route) for each route of the tokens [begin, end), and adds those tokens to rows. The slot of the route
   // is as in handle memory. All threads of the block call this behind a barrier; it ends with one.
   template <typename Take>
-  __device__ void assign(uint32_t begin, uint32_t end, int rank_of_source, const Take& take) {
+  __device__ void assign(uint32_t begin, uint32_t end, int rank_of_source, const Take& take) const {
     const auto top_k = static_cast<uint32_t>(args_.top_k);
     const uint32_t tile_tokens = kMovementThreads / top_k;
     const uint32_t token_in_tile = threadIdx.x / top_k;
@@ -90,8 +129,8 @@ public:
     for (; begin < end; begin += tile_tokens) {
       const uint32_t token = begin + token_in_tile;
       const bool has_route = token_in_tile < tile_tokens && token < end;
-      const int expert = has_route ? expert_of(index_at(args_, token * top_k + k), token * top_k + k) : -1;
-      const int rank = expert >= 0 ? experts_.rank_of(expert) : -1;
+      const int64_t index = has_route ? index_at(args_, token * top_k + k) : -1;
+      const int rank = is_expert(index) ? experts_.rank_of(static_cast<int>(index)) : -1;
       shared_.tile_ranks[threadIdx.x] = rank;
       __syncthreads();
       uint32_t first_k = 0; // the token's first route to the same rank
@@ -126,17 +165,8 @@ public:
   }
 
 private:
-  __device__ uint32_t route_of_token(uint32_t token, int k) const {
-    return token * static_cast<uint32_t>(args_.top_k) + static_cast<uint32_t>(k);
-  }
-  // Returns the expert of a route with this index, or -1 when the route is masked or the index is bad.
-  __device__ int expert_of(int64_t index, uint32_t route) {
-    if (index >= 0 && index < experts_.blocks.num_experts) return static_cast<int>(index);
-    if (index != -1) {
-      ++bad_.number;
-      bad_.first = min(bad_.first, route);
-    }
-    return -1;
+  __device__ bool is_expert(int64_t index) const {
+    return index >= 0 && index < experts_.blocks.num_experts;
   }
   // `row` is that of the token on `rank`; ranks and rows [K] are those of the token's routes.
   __device__ Route route_of(int source, int rank, int32_t row, bool is_first, const int32_t* ranks,
@@ -158,7 +188,6 @@ private:
   const ExpertRanks& experts_;
   int num_ranks_;
   RowAssignmentShared& shared_;
-  BadRoutes bad_;
 };
 
 } // namespace epx::cuda
