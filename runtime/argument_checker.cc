@@ -305,30 +305,22 @@ void ArgumentChecker::sum_format(const epx_row_format* given) {
 std::byte* ArgumentChecker::recv_scales() {
   const char* const name = "format.recv_scales";
   const epx_tensor* const tensor = format_->recv_scales;
-  const bool has_bytes = single_element_bytes(call_.format.scales) == 1;
+  require_scale_layout(call_.format, format_->scale_layout, fmt::format("{}: format.scale_layout", function_));
   switch (format_->scale_layout) {
   case EPX_SCALES_ROWS:
-    return out<std::byte>(name, tensor, Type::scales, {Dim::N, Dim::S});
+    break;
   case EPX_SCALES_COLUMNS:
     return out<std::byte>(name, tensor, Type::scales, {Dim::S, Dim::ld});
   case EPX_SCALES_PACKED:
-    if (call_.format.scales != EPX_FLOAT8_E8M0)
-      refuse("format.scale_layout is packed; the scales of scaling {} are {}, and those of an entry are float8_e8m0",
-             name_of(call_.format.scaling), name_of(call_.format.scales));
     return out<std::byte>(name, tensor, Type::int32, {Dim::words, Dim::ld});
   case EPX_SCALES_TILES:
-    if (!has_bytes)
-      refuse("format.scale_layout is tiles; the scales are {}, and those of a tile have one byte",
-             name_of(call_.format.scales));
     if (is_rank_major_) refuse("format.scale_layout is tiles, which the rank-major layout does not have");
     if (call_.alignment % ScaleLayout::kTileRows != 0)
       refuse("format.scale_layout is tiles; layer.alignment is {}, it must be a multiple of {}", call_.alignment,
              ScaleLayout::kTileRows);
     return out<std::byte>(name, tensor, Type::scales, {Dim::tiles, Dim::words, Dim::number_512});
   }
-  refuse("format.scale_layout is {}; it must be EPX_SCALES_ROWS (0), EPX_SCALES_COLUMNS (1), EPX_SCALES_PACKED (2) or "
-         "EPX_SCALES_TILES (3)",
-         static_cast<int>(format_->scale_layout));
+  return out<std::byte>(name, tensor, Type::scales, {Dim::N, Dim::S});
 }
 
 int64_t ArgumentChecker::zone_stride(int64_t stride) const {

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 
 #include "base/dtypes.h"
 #include "base/error.h"
@@ -20,16 +19,7 @@ constexpr const char* kFormatName = "dispatch_format"; // in messages
 
 // The wire alone is quantised: no scales come with a block's rows, and none arrive.
 void require_format(const epx_row_format& format, const epx_moe_block_config& config) {
-  const std::pair<const char*, const epx_tensor*> tensors[] = {{"scales", format.scales},
-                                                               {"row_scales", format.row_scales},
-                                                               {"encode_scale", format.encode_scale},
-                                                               {"recv_scales", format.recv_scales},
-                                                               {"recv_row_scales", format.recv_row_scales}};
-  for (const auto& [name, tensor] : tensors)
-    if (tensor != nullptr)
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "{}.{} is given; a block's rows come and arrive in its dtype, without scales, so it must be NULL", kFormatName,
-           name);
+  require_no_tensors(format, kFormatName, "a block's rows come and arrive in its dtype, without scales");
   if (format.scale_layout != EPX_SCALES_ROWS)
     fail(EPX_ERROR_INVALID_ARGUMENT, "{}.scale_layout is {}; rows arrive without scales, so it must be EPX_SCALES_ROWS (0)",
          kFormatName, static_cast<int>(format.scale_layout));

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "base/names.h"
@@ -80,6 +81,38 @@ WireFormat check_format(const epx_row_format& format, const char* function) {
     scales = format.recv_scales->dtype;
   }
   return {format.scaling, format.dtype, scales, format.amax_floor + 0.0f}; // ranks compare bits, and -0 is 0
+}
+
+void require_no_tensors(const epx_row_format& format, const char* name, const char* why) {
+  const std::pair<const char*, const epx_tensor*> tensors[] = {{"scales", format.scales},
+                                                               {"row_scales", format.row_scales},
+                                                               {"encode_scale", format.encode_scale},
+                                                               {"recv_scales", format.recv_scales},
+                                                               {"recv_row_scales", format.recv_row_scales}};
+  for (const auto& [member, tensor] : tensors)
+    if (tensor != nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}.{} is given; {}, so it must be NULL", name, member, why);
+}
+
+void require_scale_layout(const WireFormat& format, epx_scale_layout layout, const std::string& name) {
+  switch (layout) {
+  case EPX_SCALES_ROWS:
+  case EPX_SCALES_COLUMNS:
+    return;
+  case EPX_SCALES_PACKED:
+    if (format.scales != EPX_FLOAT8_E8M0)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "{} is packed; the scales of scaling {} are {}, and those of an entry are float8_e8m0", name,
+           name_of(format.scaling), name_of(format.scales));
+    return;
+  case EPX_SCALES_TILES:
+    if (single_element_bytes(format.scales) != 1)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{} is tiles; the scales are {}, and those of a tile have one byte", name,
+           name_of(format.scales));
+    return;
+  }
+  fail(EPX_ERROR_INVALID_ARGUMENT,
+       "{} is {}; it must be EPX_SCALES_ROWS (0), EPX_SCALES_COLUMNS (1), EPX_SCALES_PACKED (2) or EPX_SCALES_TILES (3)",
+       name, static_cast<int>(layout));
 }
 
 void require_whole_bytes(const WireFormat& format, int64_t hidden, const char* function) {
