@@ -5,6 +5,7 @@
 // finite. Of rows that are copied, only the scales are copied here.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
