@@ -39,6 +39,8 @@ const char* name_of(epx_moe_op op) {
     return "epx_moe_ffn";
   case EPX_MOE_OP_FFN_BWD:
     return "epx_moe_ffn_bwd";
+  case EPX_MOE_OP_QUANTISE_ROWS:
+    return "epx_moe_quantise_rows";
   }
   return "a call";
 }

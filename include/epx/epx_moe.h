@@ -74,7 +74,8 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
   EPX_MOE_OP_UNPERMUTE = 7,
   EPX_MOE_OP_UNPERMUTE_BWD = 8,
   EPX_MOE_OP_FFN = 9,
-  EPX_MOE_OP_FFN_BWD = 10
+  EPX_MOE_OP_FFN_BWD = 10,
+  EPX_MOE_OP_QUANTISE_ROWS = 11
 } epx_moe_op;
 
 /** What an error is, with the values that the report has, and what the call does about it.
@@ -89,7 +90,7 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
  * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
  *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
- *   rows that they share hold the output of any of them. */
+ *   rows that they share hold the output of any of them. epx_moe_quantise_rows leaves out any part of such zones. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -437,6 +438,59 @@ EPX_API epx_status epx_moe_ffn_bwd(const epx_moe_ffn_config* config, const epx_m
 /** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_bwd_args* args,
                                              size_t* bytes);
+
+/** @} */
+
+/** @defgroup quantise Quantisers
+ *
+ * Rows to FLOAT8_E4M3, for products whose inner index has a scale for each 128 elements: the group "Row formats"
+ * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" in the place of
+ * "row". The scaling is BLOCK128 or BLOCK128_POW2. A `format` says scaling and amax_floor; its tensors are NULL.
+ *
+ * Results have the same bits on the host and on CUDA. On CUDA rows and codes are aligned to 16 bytes, and no
+ * workspace is needed. H is a multiple of 128 and not 0: products in FP8 take no other.
+ * @{ */
+
+/** Arguments of epx_moe_quantise_rows(). */
+typedef struct epx_moe_quantise_rows_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_row_format* format; /**< [in] scaling and amax_floor, and in scale_layout the layout of row_scales */
+  const epx_tensor* rows;       /**< [in] [N, H] FLOAT32, FLOAT16, BFLOAT16, or FLOAT8_E4M3 with `scales` */
+  const epx_tensor* scales; /**< [in] FLOAT32 in scale_layout: a scale for each 128 elements of a row, iff rows are E4M3 */
+  epx_scale_layout scale_layout; /**< of scales: EPX_SCALES_ROWS (0) or EPX_SCALES_COLUMNS; 0 without scales */
+  int32_t reserved0;             /**< 0 */
+  /** [in, optional] [E_l] INT32 or INT64, as epx_prepare returns them. Given with offsets or not at all; without them all
+   * rows are one zone, and E_l below is 1. */
+  const epx_tensor* counts;
+  const epx_tensor* offsets;   /**< [in, optional] [E_l + 1], dtype of counts; offsets[E_l] <= N */
+  const epx_tensor* row_codes; /**< [out, optional] [N, H] FLOAT8_E4M3 */
+  /** [out] Iff row_codes is given, in format->scale_layout, S = H / 128. FLOAT32; with BLOCK128_POW2 FLOAT32 or
+   * FLOAT8_E8M0, or INT32 for PACKED. For TILES zones begin at multiples of 128. */
+  const epx_tensor* row_scales;
+  const epx_tensor* column_codes;  /**< [out, optional] [H, N] FLOAT8_E4M3: the codes of row n are column n */
+  const epx_tensor* column_scales; /**< [out] Iff column_codes is given: [N / 128 + E_l, H] FLOAT32, N / 128 rounded down */
+} epx_moe_quantise_rows_args;
+
+/** Quantises the rows of each zone, along rows (1 x 128, as forward and dgrad multiply them) or along columns (128 x 1,
+ * transposed, as wgrad multiplies them), or both from one read of `rows`.
+ *
+ * The blocks of a column begin at the first row of a zone; the last one of a zone may be short. Block b of zone e has the
+ * scales column_scales[offsets[e] / 128 + e + b, :], with the quotient rounded down. So the scales of a zone are one
+ * contiguous matrix [blocks, H], which is what CUTLASS's blockwise grouped products read of an operand whose outer index is
+ * H ("MN-major", scale granularity 1 x 128), and they are found without the counts of other zones. The codes of a zone are
+ * the matrix [H, counts[e]] at column_codes[:, offsets[e]], K-major with a leading dimension of N. TMA reads it where N and
+ * the offsets are multiples of 16. The call itself takes any N and any alignment of zones; it is faster where both are
+ * multiples of 8.
+ *
+ * E4M3 rows are dequantised as q * s in float32, and that number is quantised again, with no other rounding between. So
+ * columns that are made of rows in FP8 are a second rounding.
+ *
+ * The pad rows of a zone that complete its last block of 128 rows become zero bytes, in codes and in row_scales, as far as
+ * the zone has them. So where zones begin at multiples of 128, a product may read whole blocks; elsewhere it takes counts[e]
+ * for the end. What else is no row of a zone is neither read nor written: further pads, rows from offsets[E_l] on, and rows
+ * of column_scales that are no block's. Where row_scales has places beyond S (PACKED, TILES), those of rows that are written become zero. */
+EPX_API epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args);
 
 /** @} */
 

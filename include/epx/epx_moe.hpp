@@ -253,6 +253,22 @@ struct FfnBwdArgs {
   bool accumulate = false;
 };
 
+// ---- Quantisers ------------------------------------------------------------------------------------------------------
+
+struct QuantiseRowsArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  RowFormat format = {}; // scaling, amax_floor, and in scale_layout the layout of row_scales
+  ConstTensor rows = {};
+  ConstTensor scales = {}; // iff rows are E4M3
+  epx_scale_layout scale_layout = EPX_SCALES_ROWS;
+  ConstTensor counts = {};   // optional, given with offsets
+  ConstTensor offsets = {};  // optional
+  Tensor row_codes = {};     // optional
+  Tensor row_scales = {};    // iff row_codes is given
+  Tensor column_codes = {};  // optional
+  Tensor column_scales = {}; // iff column_codes is given
+};
+
 // ---- Calls -----------------------------------------------------------------------------------------------------------
 
 namespace detail {
@@ -437,6 +453,22 @@ inline void unpermute_bwd(const UnpermuteBwdArgs& args) {
   size_t bytes = 0;
   require_success(epx_moe_unpermute_bwd_workspace(&call, &bytes), "epx_moe_unpermute_bwd_workspace");
   return bytes;
+}
+
+inline void quantise_rows(const QuantiseRowsArgs& args) {
+  const epx_row_format format = args.format.get();
+  auto call = detail::c_args<epx_moe_quantise_rows_args>(args);
+  if (args.format) call.format = &format;
+  call.rows = args.rows.get();
+  call.scales = args.scales.get();
+  call.scale_layout = args.scale_layout;
+  call.counts = args.counts.get();
+  call.offsets = args.offsets.get();
+  call.row_codes = args.row_codes.get();
+  call.row_scales = args.row_scales.get();
+  call.column_codes = args.column_codes.get();
+  call.column_scales = args.column_scales.get();
+  require_success(epx_moe_quantise_rows(&call), "epx_moe_quantise_rows");
 }
 
 inline void ffn(const epx_moe_ffn_config& config, const FfnArgs& args) {

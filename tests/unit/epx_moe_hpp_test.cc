@@ -214,6 +214,7 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_unpermute", [&] { moe::unpermute({}); }},
            {"epx_moe_unpermute_bwd", [&] { moe::unpermute_bwd({}); }},
            {"epx_moe_unpermute_bwd_workspace", [&] { static_cast<void>(moe::unpermute_bwd_workspace({})); }},
+           {"epx_moe_quantise_rows", [&] { moe::quantise_rows({}); }},
            {"epx_moe_ffn", [&] { moe::ffn(ffn, {}); }},
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
            {"epx_moe_ffn_bwd", [&] { moe::ffn_bwd(ffn, {}); }},
@@ -368,4 +369,37 @@ TEST_CASE("epx_moe.hpp: rows are sorted, computed and brought back") {
   CHECK(grad_recv_weights[3] == 36); // down * x^2
   CHECK(grad_down == std::vector<float>{4, 0.5F + 18});
   static_cast<void>(moe::ffn_bwd_workspace(config, bwd));
+}
+
+TEST_CASE("epx_moe.hpp: rows are quantised") {
+  constexpr int64_t kSize = 128;
+  const std::vector<float> rows(2 * kSize, 1.0F);
+  const std::vector<int32_t> counts = {0, 1}, offsets = {0, 0, 2};
+  std::vector<uint8_t> row_codes(2 * kSize, 9), column_codes(kSize * 2, 9), again(kSize * 2, 9);
+  std::vector<float> row_scales(4, 9.0F), column_scales(2 * kSize, 9.0F);
+  const epx::RowFormat format(EPX_SCALING_BLOCK128_POW2);
+  moe::quantise_rows({.format = format,
+                      .rows = {rows, {2, kSize}},
+                      .counts = counts,
+                      .offsets = offsets,
+                      .row_codes = {row_codes.data(), EPX_FLOAT8_E4M3, {2, kSize}},
+                      .row_scales = {row_scales.data(), EPX_FLOAT32, {2, 1}},
+                      .column_codes = {column_codes.data(), EPX_FLOAT8_E4M3, {kSize, 2}},
+                      .column_scales = {column_scales, {2, kSize}}});
+  CHECK(row_scales == std::vector<float>{0x1p-8F, 0, 9.0F, 9.0F});
+  CHECK(row_codes[0] == 0x78); // 256
+  CHECK(row_codes[kSize] == 0);
+  CHECK(column_scales[0] == 9.0F);
+  CHECK(column_scales[kSize] == 0x1p-8F);
+  CHECK(column_codes[0] == 0x78);
+  CHECK(column_codes[1] == 0);
+  moe::quantise_rows({.format = format,
+                      .rows = {row_codes.data(), EPX_FLOAT8_E4M3, {2, kSize}},
+                      .scales = {row_scales, {1, 4}},
+                      .scale_layout = EPX_SCALES_COLUMNS,
+                      .counts = counts,
+                      .offsets = offsets,
+                      .column_codes = {again.data(), EPX_FLOAT8_E4M3, {kSize, 2}},
+                      .column_scales = {column_scales, {2, kSize}}});
+  CHECK(again == column_codes);
 }

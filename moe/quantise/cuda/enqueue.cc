@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/quantise/cuda/enqueue.h"
+
+#include "moe/cuda/cuda_call.h"
+#include "moe/ffn/cuda/kernels.h"
+#include "moe/quantise/cuda/kernels.h"
+
+namespace epx::moe::cuda {
+
+void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantise) {
+  const CudaCall call(*args.cuda, EPX_MOE_OP_QUANTISE_ROWS, 0,
+                      {{args.rows, "rows"},
+                       {args.scales, "scales"},
+                       {args.counts, "counts"},
+                       {args.offsets, "offsets"},
+                       {args.row_codes, "row_codes"},
+                       {args.row_scales, "row_scales"},
+                       {args.column_codes, "column_codes"},
+                       {args.column_scales, "column_scales"}});
+  call.require_aligned(args.rows, "rows", kQuantiseAlignment);
+  call.require_aligned(args.row_codes, "row_codes", kQuantiseAlignment);
+  call.require_aligned(args.column_codes, "column_codes", kQuantiseAlignment);
+  if (quantise.has_zones)
+    call.require_launched(launch_check_zones({quantise.counts, quantise.offsets, quantise.num_zones, quantise.num_rows},
+                                             call.errors(), call.target()));
+  call.require_launched(launch_quantise_rows(quantise, call.target()));
+}
+
+} // namespace epx::moe::cuda

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// The quantisers' calls on CUDA. The arguments have been checked, but for the memory that they are in, which these functions do
+// before they enqueue anything, and for their data, which the kernels look at.
+#pragma once
+
+#include "epx/epx_moe.h"
+#include "moe/quantise/rows.h"
+
+namespace epx::moe::cuda {
+
+void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantise);
+
+} // namespace epx::moe::cuda

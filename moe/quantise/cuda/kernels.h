@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of the quantisers, for the host code that launches them. Arguments have been checked, and rows and codes are
+// aligned to kQuantiseAlignment; each function returns a cudaError_t.
+#pragma once
+
+#include <cstddef>
+
+#include "moe/cuda/launch_target.h"
+#include "moe/quantise/rows.h"
+
+namespace epx::moe::cuda {
+
+inline constexpr size_t kQuantiseAlignment = 16; // bytes, of vector loads and stores
+
+// Zones of any values are bounded to the rows.
+int launch_quantise_rows(const QuantiseRows& call, const LaunchTarget& target);
+
+} // namespace epx::moe::cuda

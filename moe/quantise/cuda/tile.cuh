@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of 128 rows and 128 columns that a block of threads quantises. Each element is read once, and stays in registers: a
+// thread has 4 neighbouring columns of the 8 rows of its warp. So the 32 lanes have a row of the tile, and a thread's codes of a
+// column are 8 neighbouring bytes of the transposed tile.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "base/device/grid.h"
+#include "base/device/warp.cuh"
+#include "moe/cuda/launch_target.h"
+#include "moe/quantise/block.h"
+#include "runtime/formats/elements.h"
+#include "runtime/formats/scaling.h"
+#include "runtime/stages/cuda/rows/fragments.cuh"
+#include "runtime/stages/cuda/rows/quantised_row.cuh"
+
+namespace epx::moe::cuda {
+
+using epx::cuda::encode_four;
+using epx::cuda::from_lane;
+using epx::cuda::kWarp;
+using epx::cuda::lane;
+using epx::cuda::magnitude_if_finite;
+
+constexpr int kTile = kQuantiseBlock; // rows and columns
+constexpr int kTileThreads = 512;
+constexpr int kTileWarps = kTileThreads / kWarp;
+constexpr int kWarpRows = kTile / kTileWarps;
+constexpr int kLaneColumns = kTile / kWarp;
+constexpr int kChunk = kWarpRows; // bytes that a thread stores of a column at a time
+constexpr int kTileBlocksPerSm = 2;
+static_assert(kChunk == sizeof(uint2) && kLaneColumns == 4);
+
+__device__ inline int warp_of_tile() {
+  return static_cast<int>(threadIdx.x) / kWarp;
+}
+
+// A grid whose blocks take one item after the other.
+inline epx::cuda::Grid grid_of_tiles(int64_t num_items, const LaunchTarget& target) {
+  const int64_t resident = int64_t{kTileBlocksPerSm} * target.num_sms;
+  return {static_cast<int>(std::min(num_items, resident)), kTileThreads};
+}
+
+// Calls encode(std::bool_constant): where an element of the warp is not finite, which is rare, other code encodes all of them.
+template <typename Encode>
+__device__ inline void with_finiteness(bool is_finite, const Encode& encode) {
+  if (is_finite)
+    encode(std::true_type());
+  else
+    encode(std::false_type());
+}
+
+// A thread's elements of a tile. T: float, __half, __nv_bfloat16, or E4M3 for codes that have a scale for each row.
+template <typename T>
+class TileElements {
+public:
+  // Loads from the tile's first element; rows of the tile from num_rows on are 0. `stride`: elements from one row to the next.
+  __device__ void load(const T* tile, int64_t stride, int num_rows) {
+    const T* const first = tile + warp_of_tile() * kWarpRows * stride + lane() * kLaneColumns;
+    const int own_rows = num_rows - warp_of_tile() * kWarpRows;
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i)
+      if (i < own_rows)
+        vectors_[i] = *reinterpret_cast<const Vector*>(first + i * stride);
+      else
+        vectors_[i] = Vector{};
+  }
+  // Of E4M3: the scale of row lane() % kWarpRows of the warp; any number where that is beyond the rows.
+  __device__ void set_scale(float own_scale) {
+    own_scale_ = own_scale;
+  }
+
+  // Calls take(row of the warp, the four elements) for each row. All lanes call this.
+  template <typename Take>
+  __device__ void for_each_row(const Take& take) const {
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+      float x[kLaneColumns];
+      unpack(i, x);
+      take(i, x);
+    }
+  }
+  // The elements of a row. All lanes call this.
+  __device__ void unpack(int i, float (&x)[kLaneColumns]) const {
+    if constexpr (std::is_same_v<T, formats::E4M3>) {
+      const float scale = from_lane(own_scale_, i);
+#pragma unroll
+      for (int j = 0; j < kLaneColumns; j += 2) {
+        const float2 two = epx::cuda::decode_two<formats::E4M3>(vectors_[i].words[0] >> (8 * j) & 0xffff);
+        x[j] = two.x * scale;
+        x[j + 1] = two.y * scale;
+      }
+    } else {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word)
+        epx::cuda::unpack_word<T>(vectors_[i].words[word], x + word * epx::cuda::kElementsPerWord<T>);
+    }
+  }
+
+private:
+  static constexpr int kWords = kLaneColumns * static_cast<int>(sizeof(T)) / 4;
+  struct alignas(4 * kWords) Vector {
+    uint32_t words[kWords];
+  };
+
+  Vector vectors_[kWarpRows];
+  float own_scale_ = 0.0f;
+};
+
+// The codes of a tile in shared memory, transposed. A thread stores the 8 bytes of one of its columns at a time: 16 neighbouring
+// lanes then meet 16 different chunks, so that no two of them share a bank.
+class TransposedTile {
+public:
+  // Stores the thread's codes of column j of its columns, of row 4 k + i in byte i of words[k].
+  __device__ void put(int j, const uint32_t (&words)[kWarpRows / 4]) {
+    const int column = lane() * kLaneColumns + j;
+    chunks_[column][swizzled(column, warp_of_tile())] = uint2{words[0], words[1]};
+  }
+  // Stores the first `count` codes of each column to `to`, whose columns are `stride` bytes apart. What other threads have put is
+  // there.
+  __device__ void store(uint8_t* to, int64_t stride, int count) const {
+    constexpr int kColumnsAtATime = kTileThreads / kChunks;
+    const int chunk = static_cast<int>(threadIdx.x) % kChunks;
+    const int left = count - chunk * kChunk;
+    const bool is_vector = left >= kChunk && (reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(stride)) % kChunk == 0;
+#pragma unroll
+    for (int first = 0; first < kTile; first += kColumnsAtATime) {
+      const int column = first + static_cast<int>(threadIdx.x) / kChunks;
+      const uint2 codes = chunks_[column][swizzled(column, chunk)];
+      uint8_t* const at = to + column * stride + chunk * kChunk;
+      if (is_vector) {
+        *reinterpret_cast<uint2*>(at) = codes;
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i)
+        if (i < left) at[i] = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
+    }
+  }
+
+private:
+  static constexpr int kChunks = kTile / kChunk; // of a column
+
+  __device__ static int swizzled(int column, int chunk) {
+    return chunk ^ (column / kLaneColumns % kChunks);
+  }
+
+  uint2 chunks_[kTile][kChunks];
+};
+
+} // namespace epx::moe::cuda

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// The quantisers on CUDA: the bits of the host on any number of SMs, graphs, zones of any values, and tensors that do not do.
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include <cuda_runtime_api.h>
+#include <doctest/doctest.h>
+
+#include "tests/moe/quantise_run.h"
+
+namespace epx::test {
+namespace {
+
+TEST_CASE("quantised rows have the bits of the host on any number of SMs") {
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x5a5));
+    const QuantiseFormat format = random_format(rng);
+    const Zones zones = random_quantise_zones(rng);
+    const auto rows = random_rows<Bfloat16>({zones.num_rows, 256}, 256, rng);
+    for (const int num_sms : {1, 3, 0}) {
+      QuantisedRows outputs(format, zones.num_rows, 256, zones.counts.count());
+      QuantiseRowsCall call(format, input_of(rows), &zones, outputs);
+      epx_moe_cuda place = *call.args.cuda;
+      place.num_sms = num_sms;
+      call.args.cuda = &place;
+      require_ok(epx_moe_quantise_rows(&call.args), "epx_moe_quantise_rows");
+      finish_call();
+      const OnHost host;
+      CHECK(outputs.difference_to(run_quantise_rows(format, rows, &zones)) == "");
+    }
+  }
+}
+
+TEST_CASE("a quantiser that is captured in a graph follows its input") {
+  Rng rng(401);
+  const auto require_cuda = [](cudaError_t error) { REQUIRE(error == cudaSuccess); };
+  Zones zones = make_zones({130, 0, 3}, 16, 40);
+  const QuantiseFormat format;
+  Tensor<float> rows({zones.num_rows, 128});
+  QuantisedRows outputs(format, zones.num_rows, 128, 3);
+  QuantiseRowsCall call(format, input_of(rows), &zones, outputs);
+  epx_moe_cuda place = *call.args.cuda;
+  cudaStream_t stream = nullptr;
+  require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  place.stream = stream;
+  call.args.cuda = &place;
+
+  require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  require_ok(epx_moe_quantise_rows(&call.args), "epx_moe_quantise_rows");
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  require_cuda(cudaStreamEndCapture(stream, &graph));
+  require_cuda(cudaGraphInstantiate(&exec, graph, 0));
+  for (int replay = 0; replay < 3; ++replay) {
+    CAPTURE(replay);
+    for (int64_t i = 0; i < rows.count(); ++i)
+      rows[i] = static_cast<float>(uniform(rng));
+    zones.counts[0] = 130 - replay; // the zones lie in device memory, too
+    for (auto* const output : {&outputs.row_codes, &outputs.row_scales, &outputs.column_codes})
+      output->scribble();
+    outputs.column_scales.scribble();
+    copy_to_device();
+    require_cuda(cudaGraphLaunch(exec, stream));
+    require_cuda(cudaStreamSynchronize(stream));
+    CHECK(take_report().num_errors == 0);
+    const OnHost host;
+    CHECK(outputs.difference_to(run_quantise_rows(format, rows, &zones)) == "");
+  }
+  require_cuda(cudaGraphExecDestroy(exec));
+  require_cuda(cudaGraphDestroy(graph));
+  require_cuda(cudaStreamDestroy(stream));
+}
+
+TEST_CASE(
+    "zones of any values are reported, and nothing beyond the tensors is read or written") { // main() looks at the guards
+  Rng rng(402);
+  for (int repeat = 0; repeat < 30; ++repeat) {
+    CAPTURE(repeat);
+    const Zones good = make_zones({5, 0, 140}, 16, 2);
+    const auto rows = random_rows<Bfloat16>({good.num_rows, 128}, 128, rng);
+    Zones zones = good;
+    const auto noise = rng.pick<int32_t>({-1, 1 << 30, std::numeric_limits<int32_t>::min(), 400});
+    const bool is_count = rng.chance(50);
+    const int64_t at = rng.below(is_count ? 3 : 4);
+    (is_count ? zones.counts : zones.offsets)[at] = noise;
+    const QuantiseFormat format = random_format(rng);
+    CHECK_THROWS_WITH(run_quantise_rows(format, rows, &zones), doctest::Contains(is_count ? "counts[" : "s["));
+  }
+  const Zones zones = make_zones({5, 2}, 1, 0);
+  Zones bad = zones;
+  bad.counts[0] = 6;
+  const auto rows = random_rows<float>({7, 128}, 128, rng);
+  const QuantisedRows outputs({}, 7, 128, 2);
+  const QuantiseRowsCall call({}, input_of(rows), &bad, outputs);
+  require_ok(epx_moe_quantise_rows(&call.args), "epx_moe_quantise_rows");
+  const Report report = take_report();
+  CHECK(report.num_errors == 1);
+  CHECK(report.first.op == EPX_MOE_OP_QUANTISE_ROWS);
+  CHECK(report.first.kind == EPX_MOE_ERROR_ZONE_COUNT);
+  CHECK(std::string(report.first.message) == "epx_moe_quantise_rows: counts[0] is 6; its zone has 5 rows");
+}
+
+TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused") {
+  const Zones zones = make_zones({2}, 1, 0);
+  const Tensor<float> rows({3, 128}); // a row more than is used, so that a shifted view fits
+  const QuantiseFormat format;
+  const QuantisedRows outputs(format, 3, 128, 1);
+  const auto shifted = [](epx_tensor tensor) {
+    tensor.data = static_cast<std::byte*>(tensor.data) + 4;
+    return tensor;
+  };
+  QuantiseRowsCall call(format, input_of(rows), nullptr, outputs);
+  const epx_moe_quantise_rows_args good = call.args;
+  const auto rows_fault = [&](const epx_tensor* epx_moe_quantise_rows_args::*member, const char* name) {
+    const epx_tensor moved = shifted(*(good.*member));
+    call.args = good;
+    call.args.*member = &moved;
+    return not_refused(epx_moe_quantise_rows(&call.args), {std::string(name) + " is at", "aligned to 16 bytes"});
+  };
+  CHECK(rows_fault(&epx_moe_quantise_rows_args::rows, "rows") == "");
+  CHECK(rows_fault(&epx_moe_quantise_rows_args::row_codes, "row_codes") == "");
+  CHECK(rows_fault(&epx_moe_quantise_rows_args::column_codes, "column_codes") == "");
+}
+
+} // namespace
+} // namespace epx::test

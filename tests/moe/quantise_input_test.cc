@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls of the quantisers with bad input are refused with a sentence that has the names and values, and write nothing.
+#include <string>
+
+#include <doctest/doctest.h>
+
+#include "tests/moe/quantise_run.h"
+#include "tests/moe/refusals.h"
+
+namespace epx::test {
+namespace {
+
+epx_row_format format_of(epx_scaling scaling) {
+  epx_row_format format;
+  require_ok(epx_row_format_init(&format, scaling), "epx_row_format_init");
+  return format;
+}
+
+struct Bytes : Argument<uint8_t> {
+  Bytes(epx_dtype of, Tensor<uint8_t> tensor) : Argument(std::move(tensor)) { dtype = of; }
+};
+
+// These calls with N = 5, H = 256, E_l = 2 are good. A case spoils one argument.
+struct QuantiseCalls {
+  epx_row_format format = format_of(EPX_SCALING_BLOCK128);
+  Argument<float> rows = Tensor<float>({5, 256}, 1.0f);
+  Bytes fp8_rows = {EPX_FLOAT8_E4M3, Tensor<uint8_t>({5, 256}, 1)};
+  Argument<float> scales = Tensor<float>({5, 2}, 1.0f);
+  Argument<int32_t> counts = Tensor<int32_t>({2}, {2, 1});
+  Argument<int32_t> offsets = Tensor<int32_t>({3}, {0, 3, 5});
+  Bytes row_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({5, 256})};
+  Argument<float> row_scales = scribbled<float>({5, 2});
+  Bytes column_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({256, 5})};
+  Argument<float> column_scales = scribbled<float>({2, 256});
+
+  epx_moe_quantise_rows_args wide = {sizeof(wide), nullptr,  &format,    &rows,       nullptr,       EPX_SCALES_ROWS, 0,
+                                     &counts,      &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
+  epx_moe_quantise_rows_args fp8 = {sizeof(fp8), nullptr,  &format,    &fp8_rows,   &scales,       EPX_SCALES_ROWS, 0,
+                                    &counts,     &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
+
+  QuantiseCalls() { wide.cuda = fp8.cuda = place_of_call(); }
+  QuantiseCalls(const QuantiseCalls&) = delete;
+  QuantiseCalls& operator=(const QuantiseCalls&) = delete;
+
+  std::string changed_output() const {
+    if (row_codes.is_written()) return "row_codes were written";
+    if (row_scales.is_written()) return "row_scales were written";
+    if (column_codes.is_written()) return "column_codes were written";
+    if (column_scales.is_written()) return "column_scales were written";
+    return "";
+  }
+};
+
+using C = QuantiseCalls;
+
+struct Op {
+  static epx_status wide(C& calls) { return epx_moe_quantise_rows(&calls.wide); }
+  static epx_status fp8(C& calls) { return epx_moe_quantise_rows(&calls.fp8); }
+};
+
+TEST_CASE("good calls of the quantisers are not refused") {
+  QuantiseCalls calls;
+  for (const auto op : {Op::wide, Op::fp8})
+    require_ok(op(calls), "the call");
+  finish_call();
+}
+
+TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
+  if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
+  const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
+  for (const auto op : {Op::wide, Op::fp8}) {
+    QuantiseCalls calls;
+    calls.wide.cuda = calls.fp8.cuda = &cuda;
+    CHECK(not_refused_without_gpu(op(calls)) == "");
+    CHECK(calls.changed_output() == "");
+  }
+}
+
+TEST_CASE("a bad format of a quantiser is refused") {
+  static const epx_tensor some = {};
+  for (const auto op : {Op::wide})
+    check_refused<C>({
+        {op, [](C& c) { c.wide.format = nullptr; }, {"format", "NULL"}},
+        {op, [](C& c) { c.format.struct_size = 5; }, {"struct_size", "5"}},
+        {op, [](C& c) { c.format.scaling = EPX_SCALING_NONE; }, {"scaling", "none"}},
+        {op, [](C& c) { c.format = format_of(EPX_SCALING_MX); }, {"format.scaling is mx", "block128 or block128_pow2"}},
+        {op, [](C& c) { c.format = format_of(EPX_SCALING_NV); }, {"format.scaling is nv", "block128 or block128_pow2"}},
+        {op, [](C& c) { c.format.dtype = EPX_FLOAT8_E5M2; }, {"format", "float8_e5m2", "float8_e4m3"}},
+        {op, [](C& c) { c.format.amax_floor = -1; }, {"amax_floor", "-1"}},
+        {op, [](C& c) { c.format.reserved[1] = 7; }, {"reserved"}},
+        {op, [](C& c) { c.format.scales = &some; }, {"format.scales is given", "NULL"}},
+        {op, [](C& c) { c.format.row_scales = &some; }, {"format.row_scales is given", "NULL"}},
+        {op, [](C& c) { c.format.encode_scale = &some; }, {"format.encode_scale is given", "NULL"}},
+        {op, [](C& c) { c.format.recv_scales = &some; }, {"format.recv_scales is given", "NULL"}},
+        {op, [](C& c) { c.format.recv_row_scales = &some; }, {"format.recv_row_scales is given", "NULL"}},
+    });
+}
+
+TEST_CASE("bad arguments of epx_moe_quantise_rows are refused") {
+  check_refused<C>({
+      {Op::wide, [](C& c) { c.wide.struct_size = 5; }, {"struct_size", "5"}},
+      {Op::wide, [](C& c) { c.wide.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
+      {Op::wide, [](C& c) { c.wide.reserved0 = 3; }, {"reserved0", "3"}},
+      {Op::wide, [](C& c) { c.wide.rows = nullptr; }, {"rows", "NULL"}},
+      {Op::wide, [](C& c) { c.rows.dtype = EPX_FLOAT64; }, {"rows", "float64", "float8_e4m3"}},
+      {Op::wide, [](C& c) { c.rows.ndim = 1; }, {"rows", "1"}},
+      {Op::wide, [](C& c) { c.rows.sizes[1] = 130; }, {"rows has H = 130", "multiple of 128"}},
+      {Op::wide, [](C& c) { c.rows.sizes[1] = 0; }, {"rows has H = 0", "not 0"}},
+      {Op::wide, [](C& c) { c.wide.scales = &c.scales; }, {"scales is given", "float32"}},
+      {Op::wide, [](C& c) { c.wide.scale_layout = EPX_SCALES_COLUMNS; }, {"scale_layout is 1", "float32", "ROWS"}},
+      {Op::wide, [](C& c) { c.wide.counts = nullptr; }, {"offsets is given", "counts is NULL"}},
+      {Op::wide, [](C& c) { c.wide.offsets = nullptr; }, {"counts is given", "offsets is NULL"}},
+      {Op::wide, [](C& c) { c.counts.dtype = EPX_FLOAT32; }, {"counts", "float32"}},
+      {Op::wide, [](C& c) { c.counts.sizes[0] = int64_t{1} << 31; }, {"counts has 2147483648 zones"}},
+      {Op::wide, [](C& c) { c.offsets.sizes[0] = 2; }, {"offsets", "2", "3"}},
+      {Op::wide, [](C& c) { c.counts.dtype = EPX_INT64; }, {"offsets", "int32", "int64"}},
+      {Op::wide,
+       [](C& c) { c.wide.row_codes = c.wide.row_scales = c.wide.column_codes = c.wide.column_scales = nullptr; },
+       {"row_codes and column_codes are NULL"}},
+      {Op::wide, [](C& c) { c.wide.row_scales = nullptr; }, {"row_codes is given", "row_scales is NULL"}},
+      {Op::wide, [](C& c) { c.wide.row_codes = nullptr; }, {"row_scales is given", "row_codes is NULL"}},
+      {Op::wide, [](C& c) { c.wide.column_scales = nullptr; }, {"column_codes is given", "column_scales is NULL"}},
+      {Op::wide, [](C& c) { c.wide.column_codes = nullptr; }, {"column_scales is given", "column_codes is NULL"}},
+      {Op::wide, [](C& c) { c.row_codes.dtype = EPX_UINT8; }, {"row_codes", "uint8", "float8_e4m3"}},
+      {Op::wide, [](C& c) { c.row_codes.sizes[0] = 4; }, {"row_codes", "4", "5"}},
+      {Op::wide, [](C& c) { c.row_scales.sizes[1] = 3; }, {"row_scales", "3", "S = 2"}},
+      {Op::wide, [](C& c) { c.row_scales.dtype = EPX_FLOAT8_E8M0; }, {"row_scales", "float8_e8m0", "must be float32"}},
+      {Op::wide, [](C& c) { c.column_codes.dtype = EPX_UINT8; }, {"column_codes", "uint8", "float8_e4m3"}},
+      {Op::wide, [](C& c) { c.column_codes.sizes[0] = 128; }, {"column_codes", "128", "H = 256"}},
+      {Op::wide, [](C& c) { c.column_scales.sizes[0] = 1; }, {"column_scales", "1", "N / 128 + E_l = 2"}},
+      {Op::wide, [](C& c) { c.column_scales.dtype = EPX_FLOAT64; }, {"column_scales", "float64", "float32"}},
+  });
+  CHECK(not_refused(epx_moe_quantise_rows(nullptr), {"args", "NULL"}) == "");
+}
+
+TEST_CASE("bad layouts of row_scales are refused") {
+  check_refused<C>({
+      {Op::wide, [](C& c) { c.format.scale_layout = static_cast<epx_scale_layout>(9); }, {"format.scale_layout is 9"}},
+      {Op::wide, [](C& c) { c.format.scale_layout = EPX_SCALES_PACKED; }, {"format.scale_layout is packed", "block128"}},
+      {Op::wide, [](C& c) { c.format.scale_layout = EPX_SCALES_TILES; }, {"format.scale_layout is tiles", "float32"}},
+      {Op::wide, [](C& c) { c.format.scale_layout = EPX_SCALES_COLUMNS; }, {"row_scales", "N rounded up to 4 = 8"}},
+      {Op::wide,
+       [](C& c) {
+         c.format = format_of(EPX_SCALING_BLOCK128_POW2);
+         c.format.scale_layout = EPX_SCALES_PACKED;
+       },
+       {"row_scales", "float32", "int32"}},
+      {Op::wide,
+       [](C& c) {
+         c.format = format_of(EPX_SCALING_BLOCK128_POW2);
+         c.format.scale_layout = EPX_SCALES_PACKED;
+         c.row_scales.dtype = EPX_INT32;
+       },
+       {"row_scales", "ceil(S / 4) = 1", "N rounded up to 4 = 8"}},
+      {Op::wide,
+       [](C& c) {
+         c.format = format_of(EPX_SCALING_BLOCK128_POW2);
+         c.format.scale_layout = EPX_SCALES_TILES;
+         c.row_scales.dtype = EPX_FLOAT8_E8M0;
+       },
+       {"row_scales", "ceil(N / 128) = 1", "512"}},
+      {Op::wide,
+       [](C& c) {
+         c.format = format_of(EPX_SCALING_BLOCK128_POW2);
+         c.row_scales.dtype = EPX_INT32;
+       },
+       {"row_scales", "int32", "float32 or float8_e8m0"}},
+      {Op::wide,
+       [](C& c) {
+         c.wide.row_codes = c.wide.row_scales = nullptr;
+         c.format.scale_layout = EPX_SCALES_COLUMNS;
+       },
+       {"format.scale_layout is 1", "row_codes is NULL"}},
+  });
+}
+
+TEST_CASE("bad scales of rows in FP8 are refused") {
+  check_refused<C>({
+      {Op::fp8, [](C& c) { c.fp8.scales = nullptr; }, {"scales is NULL"}},
+      {Op::fp8, [](C& c) { c.scales.dtype = EPX_FLOAT8_E8M0; }, {"scales", "float8_e8m0", "float32"}},
+      {Op::fp8, [](C& c) { c.scales.sizes[0] = 4; }, {"scales", "4", "N = 5"}},
+      {Op::fp8, [](C& c) { c.fp8.scale_layout = EPX_SCALES_COLUMNS; }, {"scales", "N rounded up to 4 = 8"}},
+      {Op::fp8, [](C& c) { c.fp8.scale_layout = EPX_SCALES_PACKED; }, {"scale_layout is packed", "float32"}},
+      {Op::fp8, [](C& c) { c.fp8.scale_layout = EPX_SCALES_TILES; }, {"scale_layout is tiles", "float32"}},
+      {Op::fp8, [](C& c) { c.fp8.scale_layout = static_cast<epx_scale_layout>(-1); }, {"scale_layout is -1"}},
+  });
+}
+
+TEST_CASE("bad zones of a quantiser are refused on the host") {
+  const OnHost looks_at_data;
+  check_refused<C>({
+      {Op::wide, [](C& c) { c.counts.values[1] = 3; }, {"counts[1] is 3", "has 2"}},
+      {Op::wide, [](C& c) { c.counts.values[0] = -1; }, {"counts[0] is -1"}},
+      {Op::wide, [](C& c) { c.offsets.values[0] = -1; }, {"offsets[0] is -1"}},
+      {Op::wide, [](C& c) { c.offsets.values[1] = 6; }, {"offsets[2] is 5", "offsets[1] = 6"}},
+      {Op::fp8, [](C& c) { c.offsets.values[2] = 6; }, {"offsets[2] is 6", "5 rows"}},
+  });
+}
+
+} // namespace
+} // namespace epx::test
