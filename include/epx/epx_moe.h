@@ -443,12 +443,12 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
 
 /** @defgroup quantise Quantisers
  *
- * Rows to FLOAT8_E4M3, for products whose inner index has a scale for each 128 elements: the group "Row formats"
- * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" in the place of
+ * Rows and weights to FLOAT8_E4M3, for products whose inner index has a scale for each 128 elements: the group "Row formats"
+ * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" or "block" in the place of
  * "row". The scaling is BLOCK128 or BLOCK128_POW2. A `format` says scaling and amax_floor; its tensors are NULL.
  *
- * Results have the same bits on the host and on CUDA. On CUDA rows and codes are aligned to 16 bytes, and no
- * workspace is needed. H is a multiple of 128 and not 0: products in FP8 take no other.
+ * Results have the same bits on the host and on CUDA. On CUDA rows, weights and codes are aligned to 16 bytes, and no
+ * workspace is needed. H, R and C are multiples of 128 and not 0: products in FP8 take no other.
  * @{ */
 
 /** Arguments of epx_moe_quantise_rows(). */
@@ -491,6 +491,24 @@ typedef struct epx_moe_quantise_rows_args {
  * for the end. What else is no row of a zone is neither read nor written: further pads, rows from offsets[E_l] on, and rows
  * of column_scales that are no block's. Where row_scales has places beyond S (PACKED, TILES), those of rows that are written become zero. */
 EPX_API epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args);
+
+/** Arguments of epx_moe_quantise_weights(). */
+typedef struct epx_moe_quantise_weights_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_row_format* format;        /**< [in] scaling and amax_floor; scale_layout is EPX_SCALES_ROWS (0) */
+  const epx_tensor* weights;           /**< [in] [E_l, R, C] FLOAT32 or BFLOAT16 */
+  const epx_tensor* codes;             /**< [out, optional] [E_l, R, C] FLOAT8_E4M3 */
+  const epx_tensor* scales;            /**< [out] Iff codes is given: [E_l, R / 128, C / 128] FLOAT32 */
+  const epx_tensor* transposed_codes;  /**< [out, optional] [E_l, C, R] FLOAT8_E4M3 */
+  const epx_tensor* transposed_scales; /**< [out] Iff transposed_codes is given: [E_l, C / 128, R / 128] FLOAT32 */
+} epx_moe_quantise_weights_args;
+
+/** Quantises weights with one scale for each block of 128 x 128, of which amax is taken. The transposed codes and scales are
+ * the others transposed, bit for bit, from one read of the weights. Products in FP8 on GPUs of compute capability 9.0 take
+ * both operands K-major: forward multiplies by `codes`, dgrad by `transposed_codes`. The caller holds both, E_l * R * C
+ * bytes each, and their scales, 4 bytes for 16384 elements; together they take what the weights take in BFLOAT16. */
+EPX_API epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args);
 
 /** @} */
 

@@ -269,6 +269,16 @@ struct QuantiseRowsArgs {
   Tensor column_scales = {}; // iff column_codes is given
 };
 
+struct QuantiseWeightsArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  RowFormat format = {}; // scaling and amax_floor
+  ConstTensor weights = {};
+  Tensor codes = {};             // optional
+  Tensor scales = {};            // iff codes is given
+  Tensor transposed_codes = {};  // optional
+  Tensor transposed_scales = {}; // iff transposed_codes is given
+};
+
 // ---- Calls -----------------------------------------------------------------------------------------------------------
 
 namespace detail {
@@ -469,6 +479,18 @@ inline void quantise_rows(const QuantiseRowsArgs& args) {
   call.column_codes = args.column_codes.get();
   call.column_scales = args.column_scales.get();
   require_success(epx_moe_quantise_rows(&call), "epx_moe_quantise_rows");
+}
+
+inline void quantise_weights(const QuantiseWeightsArgs& args) {
+  const epx_row_format format = args.format.get();
+  auto call = detail::c_args<epx_moe_quantise_weights_args>(args);
+  if (args.format) call.format = &format;
+  call.weights = args.weights.get();
+  call.codes = args.codes.get();
+  call.scales = args.scales.get();
+  call.transposed_codes = args.transposed_codes.get();
+  call.transposed_scales = args.transposed_scales.get();
+  require_success(epx_moe_quantise_weights(&call), "epx_moe_quantise_weights");
 }
 
 inline void ffn(const epx_moe_ffn_config& config, const FfnArgs& args) {

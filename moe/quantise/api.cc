@@ -10,6 +10,7 @@
 #include "moe/ffn/ffn.h"
 #include "moe/quantise/cuda/enqueue.h"
 #include "moe/quantise/rows.h"
+#include "moe/quantise/weights.h"
 #include "moe/tensors.h"
 #include "runtime/formats/format_arguments.h"
 
@@ -151,6 +152,44 @@ epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args) {
     require_column_outputs(*args, call);
     if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
     if (call.has_zones) validate(Zones{call.counts, call.offsets}, call.num_zones, call.num_rows);
+    quantise(call);
+  });
+}
+
+epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
+  return at_c_boundary(__func__, [&] {
+    const Place place = require_args(args);
+    QuantiseWeights call{};
+    call.format = require_format(args->format);
+    if (args->format->scale_layout != EPX_SCALES_ROWS)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "format.scale_layout is {}; the scales of weights have none, so it must be "
+           "EPX_SCALES_ROWS (0)",
+           static_cast<int>(args->format->scale_layout));
+    require_tensor(args->weights, "weights", {EPX_FLOAT32, EPX_BFLOAT16},
+                   {{"E_l", kAnySize}, {"R", kAnySize}, {"C", kAnySize}});
+    call.dtype = args->weights->dtype;
+    call.weights = args->weights->data;
+    call.num_matrices = args->weights->sizes[0];
+    call.num_rows = require_blocks(*args->weights, 1, "weights", "R");
+    call.num_columns = require_blocks(*args->weights, 2, "weights", "C");
+    require_wanted(args->codes, "codes", args->transposed_codes, "transposed_codes");
+    require_both_or_neither(args->codes, "codes", args->scales, "scales");
+    require_both_or_neither(args->transposed_codes, "transposed_codes", args->transposed_scales, "transposed_scales");
+    const Dim matrices{"E_l", call.num_matrices};
+    const Dim rows{"R", call.num_rows};
+    const Dim columns{"C", call.num_columns};
+    const Dim row_blocks{"R / 128", call.num_rows / kQuantiseBlock};
+    const Dim column_blocks{"C / 128", call.num_columns / kQuantiseBlock};
+    allow_tensor(args->codes, "codes", {EPX_FLOAT8_E4M3}, {matrices, rows, columns});
+    allow_tensor(args->scales, "scales", {EPX_FLOAT32}, {matrices, row_blocks, column_blocks});
+    allow_tensor(args->transposed_codes, "transposed_codes", {EPX_FLOAT8_E4M3}, {matrices, columns, rows});
+    allow_tensor(args->transposed_scales, "transposed_scales", {EPX_FLOAT32}, {matrices, column_blocks, row_blocks});
+    call.codes = data_of<uint8_t>(args->codes);
+    call.scales = data_of<float>(args->scales);
+    call.transposed_codes = data_of<uint8_t>(args->transposed_codes);
+    call.transposed_scales = data_of<float>(args->transposed_scales);
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
     quantise(call);
   });
 }

@@ -12,13 +12,14 @@
 namespace epx::test {
 namespace {
 
-TEST_CASE("quantised rows have the bits of the host on any number of SMs") {
+TEST_CASE("quantised rows and weights have the bits of the host on any number of SMs") {
   for (uint64_t seed = 0; seed < 6; ++seed) {
     CAPTURE(seed);
     Rng rng(mix(seed, 0x5a5));
-    const QuantiseFormat format = random_format(rng);
+    QuantiseFormat format = random_format(rng);
     const Zones zones = random_quantise_zones(rng);
     const auto rows = random_rows<Bfloat16>({zones.num_rows, 256}, 256, rng);
+    const auto weights = random_rows<float>({2, 128, 256}, 4096, rng);
     for (const int num_sms : {1, 3, 0}) {
       QuantisedRows outputs(format, zones.num_rows, 256, zones.counts.count());
       QuantiseRowsCall call(format, input_of(rows), &zones, outputs);
@@ -30,25 +31,42 @@ TEST_CASE("quantised rows have the bits of the host on any number of SMs") {
       const OnHost host;
       CHECK(outputs.difference_to(run_quantise_rows(format, rows, &zones)) == "");
     }
+    format.layout = EPX_SCALES_ROWS;
+    const QuantisedWeights on_cuda = run_quantise_weights(format, weights);
+    const OnHost host;
+    CHECK(on_cuda.difference_to(run_quantise_weights(format, weights)) == "");
   }
 }
 
-TEST_CASE("a quantiser that is captured in a graph follows its input") {
+TEST_CASE("quantisers that are captured in a graph follow their input") {
   Rng rng(401);
   const auto require_cuda = [](cudaError_t error) { REQUIRE(error == cudaSuccess); };
   Zones zones = make_zones({130, 0, 3}, 16, 40);
   const QuantiseFormat format;
-  Tensor<float> rows({zones.num_rows, 128});
+  Tensor<float> rows({zones.num_rows, 128}), weights({1, 128, 128});
   QuantisedRows outputs(format, zones.num_rows, 128, 3);
+  QuantisedWeights quantised(1, 128, 128);
   QuantiseRowsCall call(format, input_of(rows), &zones, outputs);
+  epx_moe_quantise_weights_args of_weights = {};
+  const epx_tensor codes = view_as(quantised.codes, EPX_FLOAT8_E4M3, {1, 128, 128});
+  const epx_tensor transposed = view_as(quantised.transposed_codes, EPX_FLOAT8_E4M3, {1, 128, 128});
   epx_moe_cuda place = *call.args.cuda;
   cudaStream_t stream = nullptr;
   require_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   place.stream = stream;
   call.args.cuda = &place;
+  of_weights = {sizeof(of_weights),
+                &place,
+                &call.format,
+                weights.get(),
+                &codes,
+                quantised.scales.get(),
+                &transposed,
+                quantised.transposed_scales.get()};
 
   require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   require_ok(epx_moe_quantise_rows(&call.args), "epx_moe_quantise_rows");
+  require_ok(epx_moe_quantise_weights(&of_weights), "epx_moe_quantise_weights");
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
   require_cuda(cudaStreamEndCapture(stream, &graph));
@@ -57,16 +75,21 @@ TEST_CASE("a quantiser that is captured in a graph follows its input") {
     CAPTURE(replay);
     for (int64_t i = 0; i < rows.count(); ++i)
       rows[i] = static_cast<float>(uniform(rng));
+    for (int64_t i = 0; i < weights.count(); ++i)
+      weights[i] = static_cast<float>(uniform(rng));
     zones.counts[0] = 130 - replay; // the zones lie in device memory, too
-    for (auto* const output : {&outputs.row_codes, &outputs.row_scales, &outputs.column_codes})
+    for (auto* const output :
+         {&outputs.row_codes, &outputs.row_scales, &outputs.column_codes, &quantised.codes, &quantised.transposed_codes})
       output->scribble();
-    outputs.column_scales.scribble();
+    for (auto* const output : {&outputs.column_scales, &quantised.scales, &quantised.transposed_scales})
+      output->scribble();
     copy_to_device();
     require_cuda(cudaGraphLaunch(exec, stream));
     require_cuda(cudaStreamSynchronize(stream));
     CHECK(take_report().num_errors == 0);
     const OnHost host;
     CHECK(outputs.difference_to(run_quantise_rows(format, rows, &zones)) == "");
+    CHECK(quantised.difference_to(run_quantise_weights(format, weights)) == "");
   }
   require_cuda(cudaGraphExecDestroy(exec));
   require_cuda(cudaGraphDestroy(graph));
@@ -104,7 +127,7 @@ TEST_CASE(
 
 TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused") {
   const Zones zones = make_zones({2}, 1, 0);
-  const Tensor<float> rows({3, 128}); // a row more than is used, so that a shifted view fits
+  const Tensor<float> rows({3, 128}), weights({2, 128, 128}); // a row more than is used, so that a shifted view fits
   const QuantiseFormat format;
   const QuantisedRows outputs(format, 3, 128, 1);
   const auto shifted = [](epx_tensor tensor) {
@@ -122,6 +145,28 @@ TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused")
   CHECK(rows_fault(&epx_moe_quantise_rows_args::rows, "rows") == "");
   CHECK(rows_fault(&epx_moe_quantise_rows_args::row_codes, "row_codes") == "");
   CHECK(rows_fault(&epx_moe_quantise_rows_args::column_codes, "column_codes") == "");
+
+  const QuantisedWeights quantised(2, 128, 128);
+  const epx_row_format row_format = format.get();
+  const epx_tensor codes = view_as(quantised.codes, EPX_FLOAT8_E4M3, {2, 128, 128});
+  const epx_tensor transposed = view_as(quantised.transposed_codes, EPX_FLOAT8_E4M3, {2, 128, 128});
+  const epx_moe_quantise_weights_args good_weights = {sizeof(good_weights),
+                                                      place_of_call(),
+                                                      &row_format,
+                                                      weights.get(),
+                                                      &codes,
+                                                      quantised.scales.get(),
+                                                      &transposed,
+                                                      quantised.transposed_scales.get()};
+  const auto weights_fault = [&](const epx_tensor* epx_moe_quantise_weights_args::*member, const char* name) {
+    const epx_tensor moved = shifted(*(good_weights.*member));
+    epx_moe_quantise_weights_args args = good_weights;
+    args.*member = &moved;
+    return not_refused(epx_moe_quantise_weights(&args), {std::string(name) + " is at", "aligned to 16 bytes"});
+  };
+  CHECK(weights_fault(&epx_moe_quantise_weights_args::weights, "weights") == "");
+  CHECK(weights_fault(&epx_moe_quantise_weights_args::codes, "codes") == "");
+  CHECK(weights_fault(&epx_moe_quantise_weights_args::transposed_codes, "transposed_codes") == "");
 }
 
 } // namespace

@@ -20,7 +20,7 @@ struct Bytes : Argument<uint8_t> {
   Bytes(epx_dtype of, Tensor<uint8_t> tensor) : Argument(std::move(tensor)) { dtype = of; }
 };
 
-// These calls with N = 5, H = 256, E_l = 2 are good. A case spoils one argument.
+// These calls with N = 5, H = 256, E_l = 2, R = 128, C = 256 are good. A case spoils one argument.
 struct QuantiseCalls {
   epx_row_format format = format_of(EPX_SCALING_BLOCK128);
   Argument<float> rows = Tensor<float>({5, 256}, 1.0f);
@@ -28,17 +28,24 @@ struct QuantiseCalls {
   Argument<float> scales = Tensor<float>({5, 2}, 1.0f);
   Argument<int32_t> counts = Tensor<int32_t>({2}, {2, 1});
   Argument<int32_t> offsets = Tensor<int32_t>({3}, {0, 3, 5});
+  Argument<float> matrices = Tensor<float>({2, 128, 256}, 1.0f);
   Bytes row_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({5, 256})};
   Argument<float> row_scales = scribbled<float>({5, 2});
   Bytes column_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({256, 5})};
   Argument<float> column_scales = scribbled<float>({2, 256});
+  Bytes codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({2, 128, 256})};
+  Argument<float> block_scales = scribbled<float>({2, 1, 2});
+  Bytes transposed_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({2, 256, 128})};
+  Argument<float> transposed_scales = scribbled<float>({2, 2, 1});
 
   epx_moe_quantise_rows_args wide = {sizeof(wide), nullptr,  &format,    &rows,       nullptr,       EPX_SCALES_ROWS, 0,
                                      &counts,      &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
   epx_moe_quantise_rows_args fp8 = {sizeof(fp8), nullptr,  &format,    &fp8_rows,   &scales,       EPX_SCALES_ROWS, 0,
                                     &counts,     &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
+  epx_moe_quantise_weights_args weights = {sizeof(weights), nullptr,       &format,           &matrices,
+                                           &codes,          &block_scales, &transposed_codes, &transposed_scales};
 
-  QuantiseCalls() { wide.cuda = fp8.cuda = place_of_call(); }
+  QuantiseCalls() { wide.cuda = fp8.cuda = weights.cuda = place_of_call(); }
   QuantiseCalls(const QuantiseCalls&) = delete;
   QuantiseCalls& operator=(const QuantiseCalls&) = delete;
 
@@ -47,6 +54,10 @@ struct QuantiseCalls {
     if (row_scales.is_written()) return "row_scales were written";
     if (column_codes.is_written()) return "column_codes were written";
     if (column_scales.is_written()) return "column_scales were written";
+    if (codes.is_written()) return "codes were written";
+    if (block_scales.is_written()) return "scales were written";
+    if (transposed_codes.is_written()) return "transposed_codes were written";
+    if (transposed_scales.is_written()) return "transposed_scales were written";
     return "";
   }
 };
@@ -56,11 +67,12 @@ using C = QuantiseCalls;
 struct Op {
   static epx_status wide(C& calls) { return epx_moe_quantise_rows(&calls.wide); }
   static epx_status fp8(C& calls) { return epx_moe_quantise_rows(&calls.fp8); }
+  static epx_status weights(C& calls) { return epx_moe_quantise_weights(&calls.weights); }
 };
 
 TEST_CASE("good calls of the quantisers are not refused") {
   QuantiseCalls calls;
-  for (const auto op : {Op::wide, Op::fp8})
+  for (const auto op : {Op::wide, Op::fp8, Op::weights})
     require_ok(op(calls), "the call");
   finish_call();
 }
@@ -68,9 +80,9 @@ TEST_CASE("good calls of the quantisers are not refused") {
 TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
-  for (const auto op : {Op::wide, Op::fp8}) {
+  for (const auto op : {Op::wide, Op::fp8, Op::weights}) {
     QuantiseCalls calls;
-    calls.wide.cuda = calls.fp8.cuda = &cuda;
+    calls.wide.cuda = calls.fp8.cuda = calls.weights.cuda = &cuda;
     CHECK(not_refused_without_gpu(op(calls)) == "");
     CHECK(calls.changed_output() == "");
   }
@@ -78,9 +90,9 @@ TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
 
 TEST_CASE("a bad format of a quantiser is refused") {
   static const epx_tensor some = {};
-  for (const auto op : {Op::wide})
+  for (const auto op : {Op::wide, Op::weights})
     check_refused<C>({
-        {op, [](C& c) { c.wide.format = nullptr; }, {"format", "NULL"}},
+        {op, [](C& c) { c.wide.format = c.weights.format = nullptr; }, {"format", "NULL"}},
         {op, [](C& c) { c.format.struct_size = 5; }, {"struct_size", "5"}},
         {op, [](C& c) { c.format.scaling = EPX_SCALING_NONE; }, {"scaling", "none"}},
         {op, [](C& c) { c.format = format_of(EPX_SCALING_MX); }, {"format.scaling is mx", "block128 or block128_pow2"}},
@@ -184,6 +196,39 @@ TEST_CASE("bad scales of rows in FP8 are refused") {
       {Op::fp8, [](C& c) { c.fp8.scale_layout = EPX_SCALES_TILES; }, {"scale_layout is tiles", "float32"}},
       {Op::fp8, [](C& c) { c.fp8.scale_layout = static_cast<epx_scale_layout>(-1); }, {"scale_layout is -1"}},
   });
+}
+
+TEST_CASE("bad arguments of epx_moe_quantise_weights are refused") {
+  check_refused<C>({
+      {Op::weights, [](C& c) { c.weights.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::weights, [](C& c) { c.weights.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
+      {Op::weights, [](C& c) { c.format.scale_layout = EPX_SCALES_COLUMNS; }, {"format.scale_layout is 1", "weights"}},
+      {Op::weights, [](C& c) { c.weights.weights = nullptr; }, {"weights", "NULL"}},
+      {Op::weights, [](C& c) { c.matrices.dtype = EPX_FLOAT16; }, {"weights", "float16", "float32 or bfloat16"}},
+      {Op::weights, [](C& c) { c.matrices.ndim = 2; }, {"weights", "2", "3"}},
+      {Op::weights, [](C& c) { c.matrices.sizes[1] = 127; }, {"weights has R = 127", "multiple of 128"}},
+      {Op::weights, [](C& c) { c.matrices.sizes[2] = 192; }, {"weights has C = 192", "multiple of 128"}},
+      {Op::weights, [](C& c) { c.matrices.sizes[2] = 0; }, {"weights has C = 0", "not 0"}},
+      {Op::weights,
+       [](C& c) {
+         c.weights.codes = c.weights.scales = nullptr;
+         c.weights.transposed_codes = c.weights.transposed_scales = nullptr;
+       },
+       {"codes and transposed_codes are NULL"}},
+      {Op::weights, [](C& c) { c.weights.scales = nullptr; }, {"codes is given", "scales is NULL"}},
+      {Op::weights, [](C& c) { c.weights.codes = nullptr; }, {"scales is given", "codes is NULL"}},
+      {Op::weights, [](C& c) { c.weights.transposed_scales = nullptr; }, {"transposed_codes is given"}},
+      {Op::weights, [](C& c) { c.weights.transposed_codes = nullptr; }, {"transposed_scales is given"}},
+      {Op::weights, [](C& c) { c.codes.dtype = EPX_UINT8; }, {"codes", "uint8", "float8_e4m3"}},
+      {Op::weights, [](C& c) { c.codes.sizes[1] = 256; }, {"codes", "256", "R = 128"}},
+      {Op::weights, [](C& c) { c.block_scales.sizes[2] = 1; }, {"scales", "1", "C / 128 = 2"}},
+      {Op::weights, [](C& c) { c.block_scales.dtype = EPX_FLOAT8_E8M0; }, {"scales", "float8_e8m0", "float32"}},
+      {Op::weights, [](C& c) { c.transposed_codes.sizes[1] = 128; }, {"transposed_codes", "128", "C = 256"}},
+      {Op::weights, [](C& c) { c.transposed_codes.dtype = EPX_UINT8; }, {"transposed_codes", "uint8"}},
+      {Op::weights, [](C& c) { c.transposed_scales.sizes[1] = 1; }, {"transposed_scales", "1", "C / 128 = 2"}},
+      {Op::weights, [](C& c) { c.transposed_scales.dtype = EPX_FLOAT64; }, {"transposed_scales", "float64"}},
+  });
+  CHECK(not_refused(epx_moe_quantise_weights(nullptr), {"args", "NULL"}) == "");
 }
 
 TEST_CASE("bad zones of a quantiser are refused on the host") {

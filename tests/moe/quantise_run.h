@@ -22,6 +22,7 @@
 namespace epx::test {
 
 inline constexpr int64_t kQuantiseBlock = 128;
+inline constexpr int64_t kSquare = kQuantiseBlock * kQuantiseBlock; // elements of a block of weights
 
 // What a call is given for a tensor of bytes, or of a part of one.
 template <typename T>
@@ -46,7 +47,7 @@ inline uint8_t byte_of(const reference::Matrix& matrix, int64_t i) {
   return std::to_integer<uint8_t>(matrix.bytes.at(static_cast<size_t>(i)));
 }
 
-// How rows are quantised.
+// How rows and weights are quantised.
 struct QuantiseFormat {
   epx_scaling scaling = EPX_SCALING_BLOCK128;
   float amax_floor = 1e-4f;
@@ -300,6 +301,77 @@ inline Zones random_quantise_zones(Rng& rng) {
   for (int64_t zones = rng.between(1, 5); zones > 0; --zones)
     counts.push_back(rng.pick<int32_t>({0, 0, 1, 5, 16, 127, 128, 129, 200, 257}));
   return make_zones(counts, rng.pick<int32_t>({1, 4, 8, 16, 128, 160, 300}), rng.pick<int64_t>({0, 1, 3, 8, 130}));
+}
+
+// ---- Weights ----
+
+struct QuantisedWeights {
+  Tensor<uint8_t> codes; // [E_l, R, C]
+  Tensor<float> scales;  // [E_l, R / 128, C / 128]
+  Tensor<uint8_t> transposed_codes;
+  Tensor<float> transposed_scales;
+
+  QuantisedWeights(int64_t e, int64_t r, int64_t c)
+      : codes(scribbled<uint8_t>({e, r, c})), scales(scribbled<float>({e, r / 128, c / 128})),
+        transposed_codes(scribbled<uint8_t>({e, c, r})), transposed_scales(scribbled<float>({e, c / 128, r / 128})) {}
+
+  std::string difference_to(const QuantisedWeights& expected) const {
+    return difference(codes, expected.codes) + difference(scales, expected.scales) +
+           difference(transposed_codes, expected.transposed_codes) +
+           difference(transposed_scales, expected.transposed_scales);
+  }
+};
+
+enum class Orientation { given, transposed, both };
+
+template <typename T>
+QuantisedWeights run_quantise_weights(const QuantiseFormat& how, const Tensor<T>& weights,
+                                      Orientation orientation = Orientation::both) {
+  const int64_t e = weights.size(0), r = weights.size(1), c = weights.size(2);
+  QuantisedWeights outputs(e, r, c);
+  const epx_row_format format = how.get();
+  const epx_tensor codes = view_as(outputs.codes, EPX_FLOAT8_E4M3, {e, r, c});
+  const epx_tensor transposed = view_as(outputs.transposed_codes, EPX_FLOAT8_E4M3, {e, c, r});
+  epx_moe_quantise_weights_args args = {};
+  args.struct_size = sizeof(args);
+  args.format = &format;
+  args.weights = weights.get();
+  if (orientation != Orientation::transposed) args.codes = &codes, args.scales = outputs.scales.get();
+  if (orientation != Orientation::given)
+    args.transposed_codes = &transposed, args.transposed_scales = outputs.transposed_scales.get();
+  args.cuda = place_of_call();
+  require_ok(epx_moe_quantise_weights(&args), "epx_moe_quantise_weights");
+  finish_call();
+  return outputs;
+}
+
+// A row of 128 elements is quantised as the block is that it belongs to when the floor is the block's amax.
+template <typename T>
+QuantisedWeights expected_weights(const QuantiseFormat& how, const Tensor<T>& weights,
+                                  Orientation orientation = Orientation::both) {
+  const int64_t e = weights.size(0), r = weights.size(1), c = weights.size(2);
+  QuantisedWeights expected(e, r, c);
+  for (int64_t block = 0; block < e * (r / 128) * (c / 128); ++block) {
+    const int64_t matrix = block / (c / 128) / (r / 128);
+    const int64_t row_block = block / (c / 128) % (r / 128), column_block = block % (c / 128);
+    Tensor<float> tile({128, 128});
+    QuantiseFormat format = how;
+    for (int64_t i = 0; i < kSquare; ++i) {
+      tile[i] = static_cast<float>(weights(matrix, (row_block * 128 + i / 128) * c + column_block * 128 + i % 128));
+      if (std::isfinite(tile[i])) format.amax_floor = std::max(format.amax_floor, std::fabs(tile[i]));
+    }
+    const auto quantised = reference::quantise(format.oracle(EPX_FLOAT32), matrix_of(tile, EPX_FLOAT32, 128, 128));
+    const float scale = reference::load(quantised.scales, 0, 0);
+    for (int64_t i = 0; i < kSquare; ++i) {
+      const int64_t row = row_block * 128 + i / 128, column = column_block * 128 + i % 128;
+      if (orientation != Orientation::transposed) expected.codes(matrix, row * c + column) = byte_of(quantised.elements, i);
+      if (orientation != Orientation::given)
+        expected.transposed_codes(matrix, column * r + row) = byte_of(quantised.elements, i);
+    }
+    if (orientation != Orientation::transposed) expected.scales(matrix, row_block * (c / 128) + column_block) = scale;
+    if (orientation != Orientation::given) expected.transposed_scales(matrix, column_block * (r / 128) + row_block) = scale;
+  }
+  return expected;
 }
 
 } // namespace epx::test

@@ -166,5 +166,41 @@ TEST_CASE("columns of rows in FP8 come from float32 values") {
   CHECK(num_different > 0); // so the test can tell one from the other
 }
 
+TEST_CASE("random weights have the codes and scales of the oracle, in both orientations") {
+  for (uint64_t seed = 0; seed < num_cases(50); ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x3e1));
+    QuantiseFormat format = random_format(rng);
+    format.layout = EPX_SCALES_ROWS;
+    const auto e = rng.pick<int64_t>({0, 1, 1, 3}), r = rng.pick<int64_t>({128, 256, 384}),
+               c = rng.pick<int64_t>({128, 256});
+    const auto orientation = rng.pick({Orientation::given, Orientation::transposed, Orientation::both});
+    if (rng.chance(50)) {
+      const auto weights = random_rows<float>({e, r, c}, c * 64, rng);
+      CHECK(run_quantise_weights(format, weights, orientation)
+                .difference_to(expected_weights(format, weights, orientation)) == "");
+    } else {
+      const auto weights = random_rows<Bfloat16>({e, r, c}, c * 64, rng);
+      CHECK(run_quantise_weights(format, weights, orientation)
+                .difference_to(expected_weights(format, weights, orientation)) == "");
+    }
+  }
+}
+
+TEST_CASE("the transposed weights are the others transposed, and zeros have scale 1 without a floor") {
+  Rng rng(307);
+  auto weights = random_rows<float>({2, 256, 128}, 128, rng);
+  for (int64_t i = 0; i < kSquare; ++i)
+    weights(1, i) = i % 2 == 0 ? 0.0f : -0.0f;
+  const QuantisedWeights outputs = run_quantise_weights({EPX_SCALING_BLOCK128, 0, EPX_FLOAT32, EPX_SCALES_ROWS}, weights);
+  for (int64_t e = 0; e < 2; ++e)
+    for (int64_t i = 0; i < 2 * kSquare; ++i)
+      if (outputs.codes(e, i) != outputs.transposed_codes(e, i % 128 * 256 + i / 128)) FAIL_CHECK("element " << i);
+  CHECK(outputs.scales(1, 0) == 1);
+  CHECK(outputs.transposed_scales(1, 0) == 1);
+  CHECK(outputs.codes(1, 0) == 0x00);
+  CHECK(outputs.codes(1, 1) == 0x80); // zeros keep their sign
+}
+
 } // namespace
 } // namespace epx::test

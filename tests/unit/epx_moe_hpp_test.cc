@@ -215,6 +215,7 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_unpermute_bwd", [&] { moe::unpermute_bwd({}); }},
            {"epx_moe_unpermute_bwd_workspace", [&] { static_cast<void>(moe::unpermute_bwd_workspace({})); }},
            {"epx_moe_quantise_rows", [&] { moe::quantise_rows({}); }},
+           {"epx_moe_quantise_weights", [&] { moe::quantise_weights({}); }},
            {"epx_moe_ffn", [&] { moe::ffn(ffn, {}); }},
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
            {"epx_moe_ffn_bwd", [&] { moe::ffn_bwd(ffn, {}); }},
@@ -371,12 +372,13 @@ TEST_CASE("epx_moe.hpp: rows are sorted, computed and brought back") {
   static_cast<void>(moe::ffn_bwd_workspace(config, bwd));
 }
 
-TEST_CASE("epx_moe.hpp: rows are quantised") {
+TEST_CASE("epx_moe.hpp: rows and weights are quantised") {
   constexpr int64_t kSize = 128;
-  const std::vector<float> rows(2 * kSize, 1.0F);
+  const std::vector<float> rows(2 * kSize, 1.0F), matrix(kSize * kSize, 2.0F);
   const std::vector<int32_t> counts = {0, 1}, offsets = {0, 0, 2};
-  std::vector<uint8_t> row_codes(2 * kSize, 9), column_codes(kSize * 2, 9), again(kSize * 2, 9);
-  std::vector<float> row_scales(4, 9.0F), column_scales(2 * kSize, 9.0F);
+  std::vector<uint8_t> row_codes(2 * kSize, 9), column_codes(kSize * 2, 9), again(kSize * 2, 9), codes(kSize * kSize, 9),
+      transposed_codes(kSize * kSize, 9);
+  std::vector<float> row_scales(4, 9.0F), column_scales(2 * kSize, 9.0F), scales(1), transposed_scales(1);
   const epx::RowFormat format(EPX_SCALING_BLOCK128_POW2);
   moe::quantise_rows({.format = format,
                       .rows = {rows, {2, kSize}},
@@ -402,4 +404,15 @@ TEST_CASE("epx_moe.hpp: rows are quantised") {
                       .column_codes = {again.data(), EPX_FLOAT8_E4M3, {kSize, 2}},
                       .column_scales = {column_scales, {2, kSize}}});
   CHECK(again == column_codes);
+
+  moe::quantise_weights({.format = format,
+                         .weights = {matrix, {1, kSize, kSize}},
+                         .codes = {codes.data(), EPX_FLOAT8_E4M3, {1, kSize, kSize}},
+                         .scales = {scales, {1, 1, 1}},
+                         .transposed_codes = {transposed_codes.data(), EPX_FLOAT8_E4M3, {1, kSize, kSize}},
+                         .transposed_scales = {transposed_scales, {1, 1, 1}}});
+  CHECK(scales[0] == 0x1p-7F);
+  CHECK(transposed_scales == scales);
+  CHECK(codes == std::vector<uint8_t>(kSize * kSize, 0x78));
+  CHECK(transposed_codes == codes);
 }

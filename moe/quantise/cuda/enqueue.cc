@@ -26,4 +26,17 @@ void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantis
   call.require_launched(launch_quantise_rows(quantise, call.target()));
 }
 
+void enqueue(const epx_moe_quantise_weights_args& args, const QuantiseWeights& quantise) {
+  const CudaCall call(*args.cuda, EPX_MOE_OP_NONE, 0, // it reports no errors
+                      {{args.weights, "weights"},
+                       {args.codes, "codes"},
+                       {args.scales, "scales"},
+                       {args.transposed_codes, "transposed_codes"},
+                       {args.transposed_scales, "transposed_scales"}});
+  call.require_aligned(args.weights, "weights", kQuantiseAlignment);
+  call.require_aligned(args.codes, "codes", kQuantiseAlignment);
+  call.require_aligned(args.transposed_codes, "transposed_codes", kQuantiseAlignment);
+  call.require_launched(launch_quantise_weights(quantise, call.target()));
+}
+
 } // namespace epx::moe::cuda
