@@ -1,52 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to E4M3, in blocks of 128 along rows, along the columns of each zone, or both. Arguments have been checked, and on the host
-// the zones. The same struct describes a call on the host and to the kernel.
+// Rows to E4M3. Arguments have been checked.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
 #include "epx/epx.h"
-#include "moe/integers.h"
-#include "moe/quantise/block.h"
-#include "runtime/formats/row_format.h"
-#include "runtime/formats/scale_layout.h"
+#include "moe/quantise/matrix.h"
 
 namespace epx::moe {
 
-// The scales of columns: those of block b of a zone are row first_zone_block() + b of their tensor. So a block is found without
-// the counts of other zones, wherever zones begin. No two blocks share a row: a zone of r rows from row o on needs ceil(r / 128)
-// of them, and there are floor((o + r) / 128) - floor(o / 128) + 1 until those of its successor, which are no fewer.
-constexpr int64_t first_zone_block(int64_t first_row, int64_t zone) {
-  return first_row / kQuantiseBlock + zone;
-}
-// Returns the rows of the tensor.
-constexpr int64_t num_zone_blocks(int64_t num_rows, int64_t num_zones) {
-  return first_zone_block(num_rows, num_zones);
-}
 struct QuantiseRows {
-  WireFormat row_format; // scaling and floor are those of columns, too
-  epx_dtype dtype;       // of rows
-  const void* rows;      // [N, H]
-  int64_t num_rows;
-  int64_t hidden;      // a multiple of kQuantiseBlock
+  RowZones zones;
+  epx_dtype dtype;     // of rows
+  const void* rows;    // as the matrix
   const float* scales; // of E4M3 rows, in scale_layout; else NULL
   ScaleLayout scale_layout;
-  // The zones. Without any all rows are one.
-  bool has_zones;
-  int num_zones;    // 1 without any
-  Integers counts;  // [num_zones]
-  Integers offsets; // [num_zones + 1]
-  // Two of them are NULL where the other two alone are wanted.
-  uint8_t* row_codes;    // [N, H]
-  std::byte* row_scales; // in row_scale_layout
-  ScaleLayout row_scale_layout;
-  uint8_t* column_codes; // [H, N]
-  float* column_scales;  // [num_zone_blocks(), H]
-
-  constexpr WireFormat column_format() const {
-    return {row_format.scaling, row_format.elements, EPX_FLOAT32, row_format.amax_floor};
-  }
+  QuantisedMatrix matrix;
 };
 
 // Computes on the host.

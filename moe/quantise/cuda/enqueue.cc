@@ -6,6 +6,16 @@
 #include "moe/quantise/cuda/kernels.h"
 
 namespace epx::moe::cuda {
+namespace {
+
+// Enqueues the check of zones, which reports bad ones.
+void check_zones(const CudaCall& call, const RowZones& zones) {
+  if (zones.are_given)
+    call.require_launched(
+        launch_check_zones({zones.counts, zones.offsets, zones.num_zones, zones.num_rows}, call.errors(), call.target()));
+}
+
+} // namespace
 
 void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantise) {
   const CudaCall call(*args.cuda, EPX_MOE_OP_QUANTISE_ROWS, 0,
@@ -20,9 +30,7 @@ void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantis
   call.require_aligned(args.rows, "rows", kQuantiseAlignment);
   call.require_aligned(args.row_codes, "row_codes", kQuantiseAlignment);
   call.require_aligned(args.column_codes, "column_codes", kQuantiseAlignment);
-  if (quantise.has_zones)
-    call.require_launched(launch_check_zones({quantise.counts, quantise.offsets, quantise.num_zones, quantise.num_rows},
-                                             call.errors(), call.target()));
+  check_zones(call, quantise.zones);
   call.require_launched(launch_quantise_rows(quantise, call.target()));
 }
 

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "moe/quantise/arguments.h"
+
+#include <limits>
+
+#include "base/dtypes.h"
+#include "moe/ffn/ffn.h"
+#include "runtime/formats/format_arguments.h"
+
+namespace epx::moe {
+
+WireFormat require_block_format(const epx_row_format* format) {
+  if (format == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "format is NULL; it is required");
+  require_no_tensors(*format, "format", "the call has its tensors in args");
+  WireFormat wire = check_format(*format, "format");
+  if (wire.scaling != EPX_SCALING_BLOCK128 && wire.scaling != EPX_SCALING_BLOCK128_POW2)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "format.scaling is {}; it must be block128 or block128_pow2", name_of(wire.scaling));
+  wire.scales = EPX_FLOAT32;
+  return wire;
+}
+
+int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol) {
+  const int64_t size = tensor.sizes[axis];
+  if (size == 0 || size % kQuantiseBlock != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} = {}; it must be a multiple of {}, and not 0", name, symbol, size,
+         kQuantiseBlock);
+  return size;
+}
+
+void require_wanted(const epx_tensor* codes, const char* name, const epx_tensor* others, const char* others_name) {
+  if (codes == nullptr && others == nullptr)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} and {} are NULL; one of them at least must be wanted", name, others_name);
+}
+
+void require_scales(const epx_tensor* tensor, const char* name, std::initializer_list<epx_dtype> dtypes,
+                    const ScaleLayout& layout) {
+  const Dim places{"S", layout.num_scales};
+  const Dim words{"ceil(S / 4)", layout.words()};
+  const Dim padded_rows{"N rounded up to 4", layout.leading_dimension()};
+  switch (layout.layout) {
+  case EPX_SCALES_ROWS:
+    break;
+  case EPX_SCALES_COLUMNS:
+    require_tensor(tensor, name, dtypes, {places, padded_rows});
+    return;
+  case EPX_SCALES_PACKED:
+    require_tensor(tensor, name, {EPX_INT32}, {words, padded_rows});
+    return;
+  case EPX_SCALES_TILES:
+    require_tensor(tensor, name, dtypes, {{"ceil(N / 128)", layout.row_tiles()}, words, {"512", 512}});
+    return;
+  }
+  require_tensor(tensor, name, dtypes, {{"N", layout.rows}, places});
+}
+
+RowZones require_row_zones(const epx_tensor* counts, const epx_tensor* offsets, int64_t num_rows) {
+  require_both_or_neither(counts, "counts", offsets, "offsets");
+  if (counts == nullptr) return {num_rows, false, 1, Integers(), Integers()};
+  require_tensor(counts, "counts", kInteger, {{"E_l", kAnySize}});
+  const int64_t zones = counts->sizes[0];
+  if (zones >= std::numeric_limits<int32_t>::max())
+    fail(EPX_ERROR_INVALID_ARGUMENT, "counts has {} zones, more than an int32 can count", zones);
+  require_tensor(offsets, "offsets", {counts->dtype}, {{"E_l + 1", zones + 1}});
+  return {num_rows, true, static_cast<int>(zones), Integers(counts), Integers(offsets)};
+}
+
+void validate(const RowZones& zones) {
+  if (zones.are_given) validate(Zones{zones.counts, zones.offsets}, zones.num_zones, zones.num_rows);
+}
+
+QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns) {
+  QuantisedMatrix matrix{};
+  matrix.row_format = format;
+  matrix.num_rows = zones.num_rows;
+  matrix.num_columns = columns.size;
+  const Dim rows{"N", zones.num_rows};
+  require_both_or_neither(tensors.row_codes, "row_codes", tensors.row_scales, "row_scales");
+  require_both_or_neither(tensors.column_codes, "column_codes", tensors.column_scales, "column_scales");
+  const epx_scale_layout layout = tensors.format->scale_layout;
+  if (tensors.row_codes == nullptr && layout != EPX_SCALES_ROWS)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "format.scale_layout is {}, but row_codes is NULL: it must be EPX_SCALES_ROWS (0)",
+         static_cast<int>(layout));
+  if (tensors.row_codes != nullptr) {
+    require_tensor(tensors.row_codes, "row_codes", {EPX_FLOAT8_E4M3}, {rows, columns});
+    epx_dtype& scales = matrix.row_format.scales;
+    const bool may_be_e8m0 = format.scaling == EPX_SCALING_BLOCK128_POW2;
+    if (may_be_e8m0 && (layout == EPX_SCALES_PACKED || tensors.row_scales->dtype == EPX_FLOAT8_E8M0))
+      scales = EPX_FLOAT8_E8M0;
+    require_scale_layout(matrix.row_format, layout, "format.scale_layout");
+    matrix.row_scale_layout = {layout, static_cast<int>(single_element_bytes(scales)), columns.size / kQuantiseBlock,
+                               zones.num_rows};
+    if (may_be_e8m0)
+      require_scales(tensors.row_scales, "row_scales", {EPX_FLOAT32, EPX_FLOAT8_E8M0}, matrix.row_scale_layout);
+    else
+      require_scales(tensors.row_scales, "row_scales", {EPX_FLOAT32}, matrix.row_scale_layout);
+  }
+  if (tensors.column_codes != nullptr) {
+    require_tensor(tensors.column_codes, "column_codes", {EPX_FLOAT8_E4M3}, {columns, rows});
+    require_tensor(tensors.column_scales, "column_scales", {EPX_FLOAT32},
+                   {{"N / 128 + E_l", num_zone_blocks(zones.num_rows, zones.num_zones)}, columns});
+  }
+  matrix.row_codes = data_of<uint8_t>(tensors.row_codes);
+  matrix.row_scales = data_of<std::byte>(tensors.row_scales);
+  matrix.column_codes = data_of<uint8_t>(tensors.column_codes);
+  matrix.column_scales = data_of<float>(tensors.column_scales);
+  return matrix;
+}
+
+} // namespace epx::moe
