@@ -41,6 +41,10 @@ const char* name_of(epx_moe_op op) {
     return "epx_moe_ffn_bwd";
   case EPX_MOE_OP_QUANTISE_ROWS:
     return "epx_moe_quantise_rows";
+  case EPX_MOE_OP_QUANTISE_SWIGLU:
+    return "epx_moe_quantise_swiglu";
+  case EPX_MOE_OP_QUANTISE_SWIGLU_BWD:
+    return "epx_moe_quantise_swiglu_bwd";
   }
   return "a call";
 }

@@ -75,7 +75,9 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
   EPX_MOE_OP_UNPERMUTE_BWD = 8,
   EPX_MOE_OP_FFN = 9,
   EPX_MOE_OP_FFN_BWD = 10,
-  EPX_MOE_OP_QUANTISE_ROWS = 11
+  EPX_MOE_OP_QUANTISE_ROWS = 11,
+  EPX_MOE_OP_QUANTISE_SWIGLU = 12,
+  EPX_MOE_OP_QUANTISE_SWIGLU_BWD = 13
 } epx_moe_op;
 
 /** What an error is, with the values that the report has, and what the call does about it.
@@ -90,7 +92,7 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
  * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
  *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
- *   rows that they share hold the output of any of them. epx_moe_quantise_rows leaves out any part of such zones. */
+ *   rows that they share hold the output of any of them. epx_moe_quantise_... leave out any part of such zones. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -447,8 +449,9 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
  * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" or "block" in the place of
  * "row". The scaling is BLOCK128 or BLOCK128_POW2. A `format` says scaling and amax_floor; its tensors are NULL.
  *
- * Results have the same bits on the host and on CUDA. On CUDA rows, weights and codes are aligned to 16 bytes, and no
- * workspace is needed. H, R and C are multiples of 128 and not 0: products in FP8 take no other.
+ * The same numbers have the same codes and scales on the host and on CUDA. On CUDA rows, weights and codes are aligned to
+ * 16 bytes, and no workspace is needed where no function tells its bytes. H, F, R and C are multiples of 128 and not 0:
+ * products in FP8 take no other.
  * @{ */
 
 /** Arguments of epx_moe_quantise_rows(). */
@@ -509,6 +512,53 @@ typedef struct epx_moe_quantise_weights_args {
  * both operands K-major: forward multiplies by `codes`, dgrad by `transposed_codes`. The caller holds both, E_l * R * C
  * bytes each, and their scales, 4 bytes for 16384 elements; together they take what the weights take in BFLOAT16. */
 EPX_API epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args);
+
+/** Arguments of epx_moe_quantise_swiglu(). */
+typedef struct epx_moe_quantise_swiglu_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_row_format* format;    /**< [in] as of epx_moe_quantise_rows */
+  const epx_tensor* pre_act;       /**< [in] [N, 2F] (gate, then up) FLOAT32 or BFLOAT16 */
+  const epx_tensor* recv_weights;  /**< [in, optional] [N] FLOAT32: early weighting; absent: all 1 */
+  const epx_tensor* counts;        /**< [in, optional] as of epx_moe_quantise_rows, and so are the others below */
+  const epx_tensor* offsets;       /**< [in, optional] [E_l + 1] */
+  const epx_tensor* row_codes;     /**< [out, optional] [N, F] */
+  const epx_tensor* row_scales;    /**< [out] iff row_codes is given */
+  const epx_tensor* column_codes;  /**< [out, optional] [F, N] */
+  const epx_tensor* column_scales; /**< [out] iff column_codes is given: [N / 128 + E_l, F] */
+} epx_moe_quantise_swiglu_args;
+
+/** Quantises w_s * h, where h = silu(gate) * up, as epx_moe_quantise_rows quantises rows: what `down` multiplies. It is
+ * computed in float32, and not rounded to the dtype of pre_act. Its exponential, and so a code, may differ between processors. */
+EPX_API epx_status epx_moe_quantise_swiglu(const epx_moe_quantise_swiglu_args* args);
+
+/** Arguments of epx_moe_quantise_swiglu_bwd(). */
+typedef struct epx_moe_quantise_swiglu_bwd_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_row_format* format;      /**< [in] as of epx_moe_quantise_rows; gradients want an amax_floor of 0 */
+  const epx_tensor* pre_act;         /**< [in] [N, 2F] FLOAT32 or BFLOAT16, as given to epx_moe_quantise_swiglu */
+  const epx_tensor* grad_h;          /**< [in] [N, F] dtype of pre_act: the gradient of w_s * h */
+  const epx_tensor* recv_weights;    /**< [in, optional] [N] FLOAT32, as given to epx_moe_quantise_swiglu */
+  const epx_tensor* counts;          /**< [in, optional] as of epx_moe_quantise_rows, and so are codes and scales below */
+  const epx_tensor* offsets;         /**< [in, optional] [E_l + 1] */
+  const epx_tensor* row_codes;       /**< [out, optional] [N, 2F]: of the gradient of pre_act, for dgrad */
+  const epx_tensor* row_scales;      /**< [out] iff row_codes is given */
+  const epx_tensor* column_codes;    /**< [out, optional] [2F, N]: of the same gradient, for wgrad of gate and up */
+  const epx_tensor* column_scales;   /**< [out] iff column_codes is given: [N / 128 + E_l, 2F] */
+  const epx_tensor* h_column_codes;  /**< [out, optional] [F, N]: of w_s * h, for wgrad of down */
+  const epx_tensor* h_column_scales; /**< [out] iff h_column_codes is given: [N / 128 + E_l, F] */
+  /** [out, optional] [N] FLOAT32, only with recv_weights: the sum of grad_h * h over F, in a fixed order. Only rows of zones
+   * are written. */
+  const epx_tensor* grad_recv_weights;
+} epx_moe_quantise_swiglu_bwd_args;
+
+/** Gradients through w_s * silu(gate) * up, computed in float32 and quantised without another rounding. One read of pre_act
+ * and grad_h gives all outputs, of which one at least is wanted. w_s * h is computed again: its columns have the codes that
+ * epx_moe_quantise_swiglu gives for the same format. */
+EPX_API epx_status epx_moe_quantise_swiglu_bwd(const epx_moe_quantise_swiglu_bwd_args* args);
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+EPX_API epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_bwd_args* args, size_t* bytes);
 
 /** @} */
 

@@ -269,6 +269,36 @@ struct QuantiseRowsArgs {
   Tensor column_scales = {}; // iff column_codes is given
 };
 
+struct QuantiseSwigluArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  RowFormat format = {};
+  ConstTensor pre_act = {};
+  ConstTensor recv_weights = {}; // optional, as are the next two
+  ConstTensor counts = {};
+  ConstTensor offsets = {};
+  Tensor row_codes = {};     // optional
+  Tensor row_scales = {};    // iff row_codes is given
+  Tensor column_codes = {};  // optional
+  Tensor column_scales = {}; // iff column_codes is given
+};
+
+struct QuantiseSwigluBwdArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  RowFormat format = {};
+  ConstTensor pre_act = {};
+  ConstTensor grad_h = {};
+  ConstTensor recv_weights = {}; // optional, as are the next two
+  ConstTensor counts = {};
+  ConstTensor offsets = {};
+  Tensor row_codes = {};         // optional
+  Tensor row_scales = {};        // iff row_codes is given
+  Tensor column_codes = {};      // optional
+  Tensor column_scales = {};     // iff column_codes is given
+  Tensor h_column_codes = {};    // optional
+  Tensor h_column_scales = {};   // iff h_column_codes is given
+  Tensor grad_recv_weights = {}; // optional
+};
+
 struct QuantiseWeightsArgs {
   const epx_moe_cuda* cuda = nullptr;
   RowFormat format = {}; // scaling and amax_floor
@@ -332,6 +362,24 @@ inline epx_moe_unpermute_bwd_args c_call(const UnpermuteBwdArgs& args) noexcept 
   call.topk_weights = args.topk_weights.get();
   call.grad_rows = args.grad_rows.get();
   call.grad_topk_weights = args.grad_topk_weights.get();
+  return call;
+}
+
+inline epx_moe_quantise_swiglu_bwd_args c_call(const QuantiseSwigluBwdArgs& args, const epx_row_format* format) noexcept {
+  auto call = c_args<epx_moe_quantise_swiglu_bwd_args>(args);
+  call.format = format;
+  call.pre_act = args.pre_act.get();
+  call.grad_h = args.grad_h.get();
+  call.recv_weights = args.recv_weights.get();
+  call.counts = args.counts.get();
+  call.offsets = args.offsets.get();
+  call.row_codes = args.row_codes.get();
+  call.row_scales = args.row_scales.get();
+  call.column_codes = args.column_codes.get();
+  call.column_scales = args.column_scales.get();
+  call.h_column_codes = args.h_column_codes.get();
+  call.h_column_scales = args.h_column_scales.get();
+  call.grad_recv_weights = args.grad_recv_weights.get();
   return call;
 }
 
@@ -479,6 +527,34 @@ inline void quantise_rows(const QuantiseRowsArgs& args) {
   call.column_codes = args.column_codes.get();
   call.column_scales = args.column_scales.get();
   require_success(epx_moe_quantise_rows(&call), "epx_moe_quantise_rows");
+}
+
+inline void quantise_swiglu(const QuantiseSwigluArgs& args) {
+  const epx_row_format format = args.format.get();
+  auto call = detail::c_args<epx_moe_quantise_swiglu_args>(args);
+  if (args.format) call.format = &format;
+  call.pre_act = args.pre_act.get();
+  call.recv_weights = args.recv_weights.get();
+  call.counts = args.counts.get();
+  call.offsets = args.offsets.get();
+  call.row_codes = args.row_codes.get();
+  call.row_scales = args.row_scales.get();
+  call.column_codes = args.column_codes.get();
+  call.column_scales = args.column_scales.get();
+  require_success(epx_moe_quantise_swiglu(&call), "epx_moe_quantise_swiglu");
+}
+
+inline void quantise_swiglu_bwd(const QuantiseSwigluBwdArgs& args) {
+  const epx_row_format format = args.format.get();
+  const auto call = detail::c_call(args, args.format ? &format : nullptr);
+  require_success(epx_moe_quantise_swiglu_bwd(&call), "epx_moe_quantise_swiglu_bwd");
+}
+
+[[nodiscard]] inline size_t quantise_swiglu_bwd_workspace(const QuantiseSwigluBwdArgs& args) {
+  const auto call = detail::c_call(args, nullptr);
+  size_t bytes = 0;
+  require_success(epx_moe_quantise_swiglu_bwd_workspace(&call, &bytes), "epx_moe_quantise_swiglu_bwd_workspace");
+  return bytes;
 }
 
 inline void quantise_weights(const QuantiseWeightsArgs& args) {

@@ -6,6 +6,7 @@
 #include "moe/quantise/arguments.h"
 #include "moe/quantise/cuda/enqueue.h"
 #include "moe/quantise/rows.h"
+#include "moe/quantise/swiglu.h"
 #include "moe/quantise/weights.h"
 #include "moe/tensors.h"
 #include "runtime/formats/format_arguments.h"
@@ -31,6 +32,16 @@ void require_scales_of_rows(const epx_moe_quantise_rows_args& args, int64_t hidd
   call.scales = data_of<const float>(args.scales);
 }
 
+// The F of pre_act [N, 2F].
+Dim require_inner(const epx_tensor* pre_act) {
+  require_tensor(pre_act, "pre_act", {EPX_FLOAT32, EPX_BFLOAT16}, {{"N", kAnySize}, {"2F", kAnySize}});
+  const int64_t inner = pre_act->sizes[1] / 2;
+  if (inner == 0 || inner % kQuantiseBlock != 0 || pre_act->sizes[1] % 2 != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "pre_act has 2F = {}; F must be a multiple of {}, and not 0", pre_act->sizes[1],
+         kQuantiseBlock);
+  return {"F", inner};
+}
+
 } // namespace
 
 epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args) {
@@ -52,6 +63,69 @@ epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args) {
     if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
     validate(call.zones);
     quantise(call);
+  });
+}
+
+epx_status epx_moe_quantise_swiglu(const epx_moe_quantise_swiglu_args* args) {
+  return at_c_boundary(__func__, [&] {
+    const Place place = require_args(args);
+    const WireFormat format = require_block_format(args->format);
+    const Dim inner = require_inner(args->pre_act);
+    QuantiseSwiglu call{};
+    call.dtype = args->pre_act->dtype;
+    call.pre_act = args->pre_act->data;
+    call.zones = require_row_zones(args->counts, args->offsets, args->pre_act->sizes[0]);
+    allow_tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {{"N", call.zones.num_rows}});
+    call.recv_weights = data_of<const float>(args->recv_weights);
+    require_wanted(args->row_codes, "row_codes", args->column_codes, "column_codes");
+    call.h = require_matrix({args->format, args->row_codes, args->row_scales, args->column_codes, args->column_scales},
+                            format, call.zones, inner);
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    validate(call.zones);
+    quantise(call);
+  });
+}
+
+epx_status epx_moe_quantise_swiglu_bwd(const epx_moe_quantise_swiglu_bwd_args* args) {
+  return at_c_boundary(__func__, [&] {
+    const Place place = require_args(args);
+    const WireFormat format = require_block_format(args->format);
+    const Dim inner = require_inner(args->pre_act);
+    QuantiseSwigluBwd call{};
+    call.dtype = args->pre_act->dtype;
+    call.pre_act = args->pre_act->data;
+    call.zones = require_row_zones(args->counts, args->offsets, args->pre_act->sizes[0]);
+    const Dim rows{"N", call.zones.num_rows};
+    require_tensor(args->grad_h, "grad_h", {call.dtype}, {rows, inner});
+    call.grad_h = args->grad_h->data;
+    allow_tensor(args->recv_weights, "recv_weights", {EPX_FLOAT32}, {rows});
+    call.recv_weights = data_of<const float>(args->recv_weights);
+    if (args->row_codes == nullptr && args->column_codes == nullptr && args->h_column_codes == nullptr &&
+        args->grad_recv_weights == nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "row_codes, column_codes, h_column_codes and grad_recv_weights are NULL; one of them "
+           "at least must be wanted");
+    call.grads = require_matrix({args->format, args->row_codes, args->row_scales, args->column_codes, args->column_scales},
+                                format, call.zones, {"2F", 2 * inner.size});
+    call.h = require_columns({args->h_column_codes, "h_column_codes", args->h_column_scales, "h_column_scales"}, format,
+                             call.zones, inner);
+    if (args->grad_recv_weights != nullptr && args->recv_weights == nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "grad_recv_weights is given, but recv_weights is NULL");
+    allow_tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {rows});
+    call.grad_recv_weights = data_of<float>(args->grad_recv_weights);
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    validate(call.zones);
+    quantise(call);
+  });
+}
+
+epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_bwd_args* args, size_t* bytes) {
+  return at_c_boundary(__func__, [&] {
+    require_struct(args, "args");
+    require_sizes(args->pre_act, "pre_act", {{"N", kAnySize}, {"2F", kAnySize}});
+    write_workspace(bytes, args->grad_recv_weights != nullptr
+                               ? tile_sums_bytes(args->pre_act->sizes[0], args->pre_act->sizes[1] / 2)
+                               : 0);
   });
 }
 

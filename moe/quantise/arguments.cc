@@ -68,14 +68,26 @@ void validate(const RowZones& zones) {
   if (zones.are_given) validate(Zones{zones.counts, zones.offsets}, zones.num_zones, zones.num_rows);
 }
 
-QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns) {
+QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones,
+                                Dim columns) {
   QuantisedMatrix matrix{};
   matrix.row_format = format;
   matrix.num_rows = zones.num_rows;
   matrix.num_columns = columns.size;
+  require_both_or_neither(tensors.codes, tensors.codes_name, tensors.scales, tensors.scales_name);
+  allow_tensor(tensors.codes, tensors.codes_name, {EPX_FLOAT8_E4M3}, {columns, {"N", zones.num_rows}});
+  allow_tensor(tensors.scales, tensors.scales_name, {EPX_FLOAT32},
+               {{"N / 128 + E_l", num_zone_blocks(zones.num_rows, zones.num_zones)}, columns});
+  matrix.column_codes = data_of<uint8_t>(tensors.codes);
+  matrix.column_scales = data_of<float>(tensors.scales);
+  return matrix;
+}
+
+QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns) {
+  QuantisedMatrix matrix = require_columns({tensors.column_codes, "column_codes", tensors.column_scales, "column_scales"},
+                                           format, zones, columns);
   const Dim rows{"N", zones.num_rows};
   require_both_or_neither(tensors.row_codes, "row_codes", tensors.row_scales, "row_scales");
-  require_both_or_neither(tensors.column_codes, "column_codes", tensors.column_scales, "column_scales");
   const epx_scale_layout layout = tensors.format->scale_layout;
   if (tensors.row_codes == nullptr && layout != EPX_SCALES_ROWS)
     fail(EPX_ERROR_INVALID_ARGUMENT, "format.scale_layout is {}, but row_codes is NULL: it must be EPX_SCALES_ROWS (0)",
@@ -94,15 +106,8 @@ QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& f
     else
       require_scales(tensors.row_scales, "row_scales", {EPX_FLOAT32}, matrix.row_scale_layout);
   }
-  if (tensors.column_codes != nullptr) {
-    require_tensor(tensors.column_codes, "column_codes", {EPX_FLOAT8_E4M3}, {columns, rows});
-    require_tensor(tensors.column_scales, "column_scales", {EPX_FLOAT32},
-                   {{"N / 128 + E_l", num_zone_blocks(zones.num_rows, zones.num_zones)}, columns});
-  }
   matrix.row_codes = data_of<uint8_t>(tensors.row_codes);
   matrix.row_scales = data_of<std::byte>(tensors.row_scales);
-  matrix.column_codes = data_of<uint8_t>(tensors.column_codes);
-  matrix.column_scales = data_of<float>(tensors.column_scales);
   return matrix;
 }
 

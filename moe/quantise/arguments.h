@@ -39,6 +39,14 @@ struct MatrixTensors {
   const epx_tensor* column_codes;
   const epx_tensor* column_scales;
 };
+// The outputs of one that quantises its columns alone.
+struct ColumnTensors {
+  const epx_tensor* codes;
+  const char* codes_name;
+  const epx_tensor* scales;
+  const char* scales_name;
+};
+QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 
 } // namespace epx::moe

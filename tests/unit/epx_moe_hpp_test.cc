@@ -215,6 +215,9 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_unpermute_bwd", [&] { moe::unpermute_bwd({}); }},
            {"epx_moe_unpermute_bwd_workspace", [&] { static_cast<void>(moe::unpermute_bwd_workspace({})); }},
            {"epx_moe_quantise_rows", [&] { moe::quantise_rows({}); }},
+           {"epx_moe_quantise_swiglu", [&] { moe::quantise_swiglu({}); }},
+           {"epx_moe_quantise_swiglu_bwd", [&] { moe::quantise_swiglu_bwd({}); }},
+           {"epx_moe_quantise_swiglu_bwd_workspace", [&] { static_cast<void>(moe::quantise_swiglu_bwd_workspace({})); }},
            {"epx_moe_quantise_weights", [&] { moe::quantise_weights({}); }},
            {"epx_moe_ffn", [&] { moe::ffn(ffn, {}); }},
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
@@ -415,4 +418,50 @@ TEST_CASE("epx_moe.hpp: rows and weights are quantised") {
   CHECK(transposed_scales == scales);
   CHECK(codes == std::vector<uint8_t>(kSize * kSize, 0x78));
   CHECK(transposed_codes == codes);
+}
+
+TEST_CASE("epx_moe.hpp: SwiGLU is quantised, and its backward") {
+  constexpr int64_t kSize = 128;
+  const std::vector<float> pre_act(2 * kSize, 64.0F), grad_h(kSize, 1.0F), recv_weights = {0.5F}; // the sigmoid of 64 is 1
+  const std::vector<int32_t> counts = {1}, offsets = {0, 1};
+  std::vector<uint8_t> row_codes(kSize), column_codes(kSize), h_codes(kSize), grad_codes(2 * kSize),
+      grad_columns(2 * kSize);
+  std::vector<float> row_scales(1), column_scales(kSize), h_scales(kSize), grad_scales(2), grad_column_scales(2 * kSize),
+      grad_recv_weights(1);
+  const epx::RowFormat format(EPX_SCALING_BLOCK128_POW2);
+  moe::quantise_swiglu({.format = format,
+                        .pre_act = {pre_act, {1, 2 * kSize}},
+                        .recv_weights = recv_weights,
+                        .counts = counts,
+                        .offsets = offsets,
+                        .row_codes = {row_codes.data(), EPX_FLOAT8_E4M3, {1, kSize}},
+                        .row_scales = {row_scales, {1, 1}},
+                        .column_codes = {column_codes.data(), EPX_FLOAT8_E4M3, {kSize, 1}},
+                        .column_scales = {column_scales, {1, kSize}}});
+  CHECK(row_scales[0] == 8); // 2048 / 8 = 256
+  CHECK(row_codes == std::vector<uint8_t>(kSize, 0x78));
+  CHECK(column_codes == row_codes);
+  CHECK(column_scales == std::vector<float>(kSize, 8));
+  const moe::QuantiseSwigluBwdArgs bwd = {.format = format,
+                                          .pre_act = {pre_act, {1, 2 * kSize}},
+                                          .grad_h = {grad_h, {1, kSize}},
+                                          .recv_weights = recv_weights,
+                                          .counts = counts,
+                                          .offsets = offsets,
+                                          .row_codes = {grad_codes.data(), EPX_FLOAT8_E4M3, {1, 2 * kSize}},
+                                          .row_scales = {grad_scales, {1, 2}},
+                                          .column_codes = {grad_columns.data(), EPX_FLOAT8_E4M3, {2 * kSize, 1}},
+                                          .column_scales = {grad_column_scales, {1, 2 * kSize}},
+                                          .h_column_codes = {h_codes.data(), EPX_FLOAT8_E4M3, {kSize, 1}},
+                                          .h_column_scales = {h_scales, {1, kSize}},
+                                          .grad_recv_weights = grad_recv_weights};
+  moe::quantise_swiglu_bwd(bwd);
+  CHECK(grad_scales == std::vector<float>(2, 0.125F)); // 0.5 * 64 = 32
+  CHECK(grad_codes == std::vector<uint8_t>(2 * kSize, 0x78));
+  CHECK(grad_columns == grad_codes);
+  CHECK(grad_column_scales == std::vector<float>(2 * kSize, 0.125F));
+  CHECK(h_codes == column_codes);
+  CHECK(h_scales == column_scales);
+  CHECK(grad_recv_weights[0] == 128 * 64 * 64);
+  CHECK(moe::quantise_swiglu_bwd_workspace(bwd) == 4);
 }

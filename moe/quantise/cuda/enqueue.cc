@@ -34,6 +34,49 @@ void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantis
   call.require_launched(launch_quantise_rows(quantise, call.target()));
 }
 
+void enqueue(const epx_moe_quantise_swiglu_args& args, const QuantiseSwiglu& quantise) {
+  const CudaCall call(*args.cuda, EPX_MOE_OP_QUANTISE_SWIGLU, 0,
+                      {{args.pre_act, "pre_act"},
+                       {args.recv_weights, "recv_weights"},
+                       {args.counts, "counts"},
+                       {args.offsets, "offsets"},
+                       {args.row_codes, "row_codes"},
+                       {args.row_scales, "row_scales"},
+                       {args.column_codes, "column_codes"},
+                       {args.column_scales, "column_scales"}});
+  call.require_aligned(args.pre_act, "pre_act", kQuantiseAlignment);
+  call.require_aligned(args.row_codes, "row_codes", kQuantiseAlignment);
+  call.require_aligned(args.column_codes, "column_codes", kQuantiseAlignment);
+  check_zones(call, quantise.zones);
+  call.require_launched(launch_quantise_swiglu(quantise, call.target()));
+}
+
+void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd quantise) {
+  const CudaCall call(
+      *args.cuda, EPX_MOE_OP_QUANTISE_SWIGLU_BWD,
+      quantise.grad_recv_weights != nullptr ? tile_sums_bytes(quantise.zones.num_rows, quantise.h.num_columns) : 0,
+      {{args.pre_act, "pre_act"},
+       {args.grad_h, "grad_h"},
+       {args.recv_weights, "recv_weights"},
+       {args.counts, "counts"},
+       {args.offsets, "offsets"},
+       {args.row_codes, "row_codes"},
+       {args.row_scales, "row_scales"},
+       {args.column_codes, "column_codes"},
+       {args.column_scales, "column_scales"},
+       {args.h_column_codes, "h_column_codes"},
+       {args.h_column_scales, "h_column_scales"},
+       {args.grad_recv_weights, "grad_recv_weights"}});
+  call.require_aligned(args.pre_act, "pre_act", kQuantiseAlignment);
+  call.require_aligned(args.grad_h, "grad_h", kQuantiseAlignment);
+  call.require_aligned(args.row_codes, "row_codes", kQuantiseAlignment);
+  call.require_aligned(args.column_codes, "column_codes", kQuantiseAlignment);
+  call.require_aligned(args.h_column_codes, "h_column_codes", kQuantiseAlignment);
+  check_zones(call, quantise.zones);
+  if (quantise.grad_recv_weights != nullptr) quantise.tile_sums = static_cast<float*>(call.workspace());
+  call.require_launched(launch_quantise_swiglu_bwd(quantise, call.target()));
+}
+
 void enqueue(const epx_moe_quantise_weights_args& args, const QuantiseWeights& quantise) {
   const CudaCall call(*args.cuda, EPX_MOE_OP_NONE, 0, // it reports no errors
                       {{args.weights, "weights"},

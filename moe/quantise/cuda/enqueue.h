@@ -5,11 +5,15 @@
 
 #include "epx/epx_moe.h"
 #include "moe/quantise/rows.h"
+#include "moe/quantise/swiglu.h"
 #include "moe/quantise/weights.h"
 
 namespace epx::moe::cuda {
 
 void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantise);
+void enqueue(const epx_moe_quantise_swiglu_args& args, const QuantiseSwiglu& quantise);
+// Leaves tile_sums to the workspace.
+void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd quantise);
 void enqueue(const epx_moe_quantise_weights_args& args, const QuantiseWeights& quantise);
 
 } // namespace epx::moe::cuda

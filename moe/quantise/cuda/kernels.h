@@ -7,6 +7,7 @@
 
 #include "moe/cuda/launch_target.h"
 #include "moe/quantise/rows.h"
+#include "moe/quantise/swiglu.h"
 #include "moe/quantise/weights.h"
 
 namespace epx::moe::cuda {
@@ -15,6 +16,9 @@ inline constexpr size_t kQuantiseAlignment = 16; // bytes, of vector loads and s
 
 // Zones of any values are bounded to the rows.
 int launch_quantise_rows(const QuantiseRows& call, const LaunchTarget& target);
+
+int launch_quantise_swiglu(const QuantiseSwiglu& call, const LaunchTarget& target);
+int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget& target);
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target);
 

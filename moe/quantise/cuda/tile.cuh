@@ -39,8 +39,8 @@ __device__ inline int warp_of_tile() {
 }
 
 // A grid whose blocks take one item after the other.
-inline epx::cuda::Grid grid_of_tiles(int64_t num_items, const LaunchTarget& target) {
-  const int64_t resident = int64_t{kTileBlocksPerSm} * target.num_sms;
+inline epx::cuda::Grid grid_of_tiles(int64_t num_items, const LaunchTarget& target, int blocks_per_sm = kTileBlocksPerSm) {
+  const int64_t resident = int64_t{blocks_per_sm} * target.num_sms;
   return {static_cast<int>(std::min(num_items, resident)), kTileThreads};
 }
 
@@ -71,6 +71,14 @@ public:
   // Of E4M3: the scale of row lane() % kWarpRows of the warp; any number where that is beyond the rows.
   __device__ void set_scale(float own_scale) {
     own_scale_ = own_scale;
+  }
+
+  // Of float: puts the thread's elements of a row there.
+  __device__ void set_row(int i, const float (&x)[kLaneColumns]) {
+    static_assert(std::is_same_v<T, float>);
+#pragma unroll
+    for (int j = 0; j < kLaneColumns; ++j)
+      vectors_[i].words[j] = formats::bits_of(x[j]);
   }
 
   // Calls take(row of the warp, the four elements) for each row. All lanes call this.

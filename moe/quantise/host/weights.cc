@@ -4,21 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "moe/quantise/host/elements.h"
 #include "runtime/formats/elements.h"
 #include "runtime/formats/scaling.h"
 #include "runtime/stages/host/rows/float_environment.h"
 
 namespace epx::moe {
 namespace {
-
-struct Bfloat16Bits {
-  uint16_t bits;
-  float value() const { return formats::float_of(static_cast<uint32_t>(bits) << 16); }
-};
-struct Float32Bits {
-  float bits;
-  float value() const { return bits; }
-};
 
 // Quantises a block of kQuantiseBlock rows and columns.
 template <typename Element>
