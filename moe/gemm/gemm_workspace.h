@@ -15,12 +15,13 @@ namespace epx::moe {
 inline constexpr size_t kTmaAlignment = 16; // bytes; of addresses and strides
 
 // Whether TMA can read and write rows of `hidden`, `inner` and 2 * inner elements: their bytes are multiples of
-// kTmaAlignment. The sizes of a product are int32 in CUTLASS.
+// kTmaAlignment, and so are those of columns of FLOAT8_E4M3. The sizes of a product are int32 in CUTLASS.
 constexpr bool fits_tensor_cores(epx_dtype dtype, int64_t hidden, int64_t inner, int64_t num_rows) {
-  constexpr int64_t kElements = kTmaAlignment / 2; // of BFLOAT16
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-  return dtype == EPX_BFLOAT16 && hidden % kElements == 0 && inner % kElements == 0 && hidden <= kMaxSize &&
-         2 * inner <= kMaxSize && num_rows <= kMaxSize;
+  if (hidden > kMaxSize || 2 * inner > kMaxSize || num_rows > kMaxSize) return false;
+  if (dtype == EPX_FLOAT8_E4M3) return num_rows % static_cast<int64_t>(kTmaAlignment) == 0;
+  constexpr int64_t kElements = kTmaAlignment / 2; // of BFLOAT16
+  return dtype == EPX_BFLOAT16 && hidden % kElements == 0 && inner % kElements == 0;
 }
 
 // What CUTLASS makes for each SM: the tensormaps of a, of b, of d as it is read, and of d for each of two warp groups.
@@ -28,8 +29,8 @@ inline constexpr int kMaxSmsOfSm90 = 144; // of a full GH100
 inline constexpr size_t kTensormapBytes = 128;
 inline constexpr size_t kTensormapsBytes = size_t{kMaxSmsOfSm90} * 5 * kTensormapBytes;
 
-// Three addresses, three strides and three sizes of each expert's product.
-inline constexpr size_t kGroupBytes = 3 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
+// Five addresses, three strides and three sizes of each expert's product.
+inline constexpr size_t kGroupBytes = 5 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
 
 // The workspace of the products of one call, which use it one after the other.
 constexpr size_t tensor_core_workspace_bytes(int num_experts) {

@@ -7,11 +7,15 @@
 //           multiplies a fragment of 4 x 4 elements of the block's tile of d
 #include "moe/gemm/generic_gemm.h"
 
+#include <cstring>
+#include <type_traits>
+
 #include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/gemm/zones.cuh"
+#include "runtime/formats/elements.h"
 
 namespace epx::moe::cuda {
 namespace {
@@ -28,9 +32,29 @@ struct Operand {
   int64_t inner_stride;
 };
 
+// The scales of an operand of FLOAT8_E4M3 as a matrix of outer index and block of the inner one.
+struct Scales {
+  int64_t outer_stride; // floats
+  int64_t block_stride;
+  int outer_block; // outer indices that have a scale in common
+
+  __device__ float at(const float* scales, int64_t outer, int64_t block) const {
+    return scales[outer / outer_block * outer_stride + block * block_stride];
+  }
+};
+
+struct E4M3Code {
+  uint8_t bits;
+};
+using epx::moe::cuda::to_float;
+__device__ inline float to_float(E4M3Code code) {
+  return formats::decode<formats::E4M3>(code.bits);
+}
+
 struct GemmParams {
   GroupedGemm gemm;
   Operand a, b;
+  Scales a_scales, b_scales;
 };
 
 // The product of one expert.
@@ -41,14 +65,16 @@ struct Problem {
 
 __device__ Problem problem_of(const GroupedGemm& gemm, int expert) {
   const Zone zone = zone_of(gemm.zones, expert);
-  if (gemm.product == Product::kWeightGradient)
+  if (gemm.product == Product::kWeightGradient) {
+    const bool has_columns = gemm.a_scales != nullptr; // where others have rows
     return {gemm.m,
             gemm.n,
             zone.num_rows,
-            zone.first_row * gemm.a_stride,
-            zone.first_row * gemm.b_stride,
+            zone.first_row * (has_columns ? 1 : gemm.a_stride),
+            zone.first_row * (has_columns ? 1 : gemm.b_stride),
             expert * gemm.d_stride,
             gemm.n};
+  }
   return {
       zone.num_rows, gemm.n, gemm.k, zone.first_row * gemm.a_stride, expert * gemm.b_stride, zone.first_row * gemm.d_stride,
       gemm.d_stride};
@@ -102,8 +128,28 @@ __device__ void load_stage(const T* from, const Operand& operand, int64_t outer,
   }
 }
 
+// Adds what a thread has of a block's sum, times the scales, to its sum, and clears the first. `row` and `column` are those of the
+// thread's fragment.
+__device__ void promote(const GemmParams& params, const Problem& problem, int expert, int64_t row, int64_t column,
+                        int64_t block, float (&of_block)[kFragment][kFragment], float (&sum)[kFragment][kFragment]) {
+  const ScaleOffsets offsets = scale_offsets(params.gemm, zone_of(params.gemm.zones, expert), expert);
+#pragma unroll
+  for (int i = 0; i < kFragment; ++i)
+#pragma unroll
+    for (int j = 0; j < kFragment; ++j) {
+      if (row + i < problem.m && column + j < problem.n) {
+        const float a_scale = params.a_scales.at(params.gemm.a_scales + offsets.a, row + i, block);
+        const float b_scale = params.b_scales.at(params.gemm.b_scales + offsets.b, column + j, block);
+        sum[i][j] = __fmaf_rn(of_block[i][j], __fmul_rn(a_scale, b_scale), sum[i][j]);
+      }
+      of_block[i][j] = 0.0f;
+    }
+}
+
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kGemmThreads) grouped_gemm_kernel(const __grid_constant__ GemmParams params) {
+  constexpr bool kIsScaled = std::is_same_v<In, E4M3Code>;
+  static_assert(kQuantiseBlock % kStage == 0);
   __shared__ float a_stage[kStage][kTile];
   __shared__ float b_stage[kStage][kTile];
   const GroupedGemm& gemm = params.gemm;
@@ -114,7 +160,8 @@ __global__ void __launch_bounds__(kGemmThreads) grouped_gemm_kernel(const __grid
     const Problem problem = problem_of(gemm, tile.expert);
     const In* const a = static_cast<const In*>(gemm.a) + problem.a_offset;
     const In* const b = static_cast<const In*>(gemm.b) + problem.b_offset;
-    float sum[kFragment][kFragment] = {};
+    float sum[kFragment][kFragment] = {};                       // of a block where operands are scaled
+    [[maybe_unused]] float promoted[kFragment][kFragment] = {}; // of the blocks before it
     for (int64_t k = 0; k < problem.k; k += kStage) {
       load_stage(a, params.a, tile.row, problem.m, k, problem.k, a_stage);
       load_stage(b, params.b, tile.column, problem.n, k, problem.k, b_stage);
@@ -128,7 +175,12 @@ __global__ void __launch_bounds__(kGemmThreads) grouped_gemm_kernel(const __grid
           for (int j = 0; j < kFragment; ++j)
             sum[i][j] = __fmaf_rn(a_stage[s][thread_row + i], b_stage[s][thread_column + j], sum[i][j]);
       __syncthreads();
+      if constexpr (kIsScaled)
+        if (const int64_t end = k + stage_end; end % kQuantiseBlock == 0 || end == problem.k)
+          promote(params, problem, tile.expert, tile.row + thread_row, tile.column + thread_column, k / kQuantiseBlock, sum,
+                  promoted);
     }
+    if constexpr (kIsScaled) memcpy(sum, promoted, sizeof(sum));
     Out* const d = static_cast<Out*>(gemm.d) + problem.d_offset;
 #pragma unroll
     for (int i = 0; i < kFragment; ++i)
@@ -143,8 +195,11 @@ __global__ void __launch_bounds__(kGemmThreads) grouped_gemm_kernel(const __grid
   }
 }
 
+bool is_fp8(const GroupedGemm& gemm) {
+  return gemm.in_dtype == EPX_FLOAT8_E4M3;
+}
 Operand operand_a(const GroupedGemm& gemm) {
-  if (gemm.product == Product::kWeightGradient) return {1, gemm.a_stride};
+  if (gemm.product == Product::kWeightGradient && !is_fp8(gemm)) return {1, gemm.a_stride};
   return {gemm.a_stride, 1};
 }
 Operand operand_b(const GroupedGemm& gemm) {
@@ -156,24 +211,37 @@ Operand operand_b(const GroupedGemm& gemm) {
   case Product::kWeightGradient:
     break;
   }
+  if (is_fp8(gemm)) return {gemm.b_stride, 1};
   return {1, gemm.b_stride};
+}
+// `size`: of the outer index.
+Scales scales_of(const GroupedGemm& gemm, int64_t size, int outer_block) {
+  if (gemm.product == Product::kWeightGradient) return {1, size, 1};
+  return {gemm.k / kQuantiseBlock, 1, outer_block};
+}
+
+template <typename Run>
+auto with_operand_type(epx_dtype dtype, Run&& run) {
+  if (dtype == EPX_FLOAT8_E4M3) return run(E4M3Code{}, __nv_bfloat16{});
+  return with_element_type(dtype, [&]<typename In>(In in) { return run(in, in); });
 }
 
 } // namespace
 
 std::vector<const void*> generic_gemm_kernels(epx_dtype in_dtype) {
-  return with_element_type(in_dtype, []<typename In>(In) {
-    return epx::cuda::addresses_of(&grouped_gemm_kernel<In, float>, &grouped_gemm_kernel<In, In>);
+  return with_operand_type(in_dtype, []<typename In, typename Out>(In, Out) {
+    return epx::cuda::addresses_of(&grouped_gemm_kernel<In, float>, &grouped_gemm_kernel<In, Out>);
   });
 }
 
 cudaError_t launch_generic_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
-  const GemmParams params{gemm, operand_a(gemm), operand_b(gemm)};
+  const GemmParams params{gemm, operand_a(gemm), operand_b(gemm), scales_of(gemm, gemm.m, 1),
+                          scales_of(gemm, gemm.n, kQuantiseBlock)};
   const epx::cuda::Grid grid{target.num_sms * kGemmBlocksPerSm, kGemmThreads};
   const cudaStream_t stream = stream_of(target);
-  return with_element_type(gemm.in_dtype, [&]<typename In>(In) {
+  return with_operand_type(gemm.in_dtype, [&]<typename In, typename Out>(In, Out) {
     if (gemm.out_dtype == EPX_FLOAT32) return epx::cuda::launch(&grouped_gemm_kernel<In, float>, grid, stream, params);
-    return epx::cuda::launch(&grouped_gemm_kernel<In, In>, grid, stream, params);
+    return epx::cuda::launch(&grouped_gemm_kernel<In, Out>, grid, stream, params);
   });
 }
 

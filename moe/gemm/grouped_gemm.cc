@@ -38,8 +38,8 @@ std::vector<const void*> grouped_gemm_kernels(epx_dtype in_dtype) {
 #if defined(EPX_WITH_CUTLASS)
   bool is_sm90 = false;
   check_cuda(find_sm90(&is_sm90), "cudaDeviceGetAttribute");
-  if (is_sm90 && in_dtype == EPX_BFLOAT16)
-    for (const void* kernel : sm90::gemm_kernels())
+  if (is_sm90 && (in_dtype == EPX_BFLOAT16 || in_dtype == EPX_FLOAT8_E4M3))
+    for (const void* kernel : sm90::gemm_kernels(in_dtype))
       kernels.push_back(kernel);
 #endif
   return kernels;

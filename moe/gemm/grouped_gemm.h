@@ -11,6 +11,7 @@
 #include "epx/epx.h"
 #include "moe/cuda/launch_target.h"
 #include "moe/integers.h"
+#include "moe/quantise/block.h"
 
 namespace epx::moe::cuda {
 
@@ -29,7 +30,11 @@ struct DeviceZones {
 //
 //   kernel          order over the inner index                                        where
 //   sm90/           by stages of 64 from 0, or the zone's first row; then as wgmma    BFLOAT16 on capability 9.0
+//   sm90/           as below by blocks of 128, each as wgmma                          FLOAT8_E4M3 on capability 9.0
 //   generic_gemm.h  ascending, in one accumulator by fma                              elsewhere
+//
+// Operands of FLOAT8_E4M3 have a scale for each 128 inner indices from 0, or from the zone's first row. The codes of a block are
+// multiplied and added up by themselves; then the sum times the product of the two scales is added to fp32 (promotion).
 enum class Product {
   kRowsByWeight,           // d[R, n] = sum over k of a[R, k] * b[e, n, k]
   kRowsByTransposedWeight, // d[R, n] = sum over k of a[R, k] * b[e, k, n]
@@ -42,18 +47,23 @@ struct GroupedGemm {
   int64_t m = 0; // kWeightGradient only
   int64_t n = 0;
   int64_t k = 0;       // not kWeightGradient
-  epx_dtype in_dtype;  // of a and b: FLOAT32, FLOAT16 or BFLOAT16
-  epx_dtype out_dtype; // of d: in_dtype, or FLOAT32
+  epx_dtype in_dtype;  // of a and b: FLOAT32, FLOAT16, BFLOAT16 or FLOAT8_E4M3
+  epx_dtype out_dtype; // of d: in_dtype, or of FLOAT8_E4M3 BFLOAT16; or FLOAT32
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
-  // Elements from one row to the next of a tensor of rows, and from one expert to the next of a tensor of weights.
+  // Of FLOAT8_E4M3, which has no kRowsByTransposedWeight, and whose m, n and k are multiples of kQuantiseBlock. As
+  // epx_moe_quantise_rows and _weights write them: a_scales [N, k / 128] and b_scales [E, n / 128, k / 128]; of
+  // kWeightGradient, where a is [m, N] and b [n, N], a_scales [N / 128 + E, m] and b_scales [N / 128 + E, n].
+  const float* a_scales = nullptr;
+  const float* b_scales = nullptr;
+  // Elements from one row to the next of a tensor of rows or of columns, and from one expert to the next of one of weights.
   int64_t a_stride = 0;
   int64_t b_stride = 0;
   int64_t d_stride = 0;
   bool accumulate = false; // adds to d
   // tensor_core_workspace_bytes() of device memory where fits_tensor_cores() is true and all tensors are aligned to
-  // kTmaAlignment; NULL elsewhere. Products in one stream may share it.
+  // kTmaAlignment, and so are the first rows of zones in kWeightGradient of FLOAT8_E4M3; NULL elsewhere. Products in one stream may share it.
   void* tensor_core_workspace = nullptr;
 };
 

@@ -18,6 +18,19 @@ __device__ inline Zone zone_of(const DeviceZones& zones, int expert) {
   return {begin, min(max(count, int64_t{0}), zones.num_rows - begin)};
 }
 
+// Where the scales of an expert's product in FLOAT8_E4M3 begin.
+struct ScaleOffsets {
+  int64_t a, b;
+};
+__device__ inline ScaleOffsets scale_offsets(const GroupedGemm& gemm, const Zone& zone, int expert) {
+  if (gemm.product == Product::kWeightGradient) {
+    const int64_t block = first_zone_block(zone.first_row, expert);
+    return {block * gemm.m, block * gemm.n};
+  }
+  const int64_t blocks = gemm.k / kQuantiseBlock;
+  return {zone.first_row * blocks, expert * (gemm.n / kQuantiseBlock) * blocks};
+}
+
 // Returns the rows up to the end of the last zone.
 __device__ inline int64_t rows_in_use(const DeviceZones& zones) {
   return min(max(zones.offsets[zones.num_experts], int64_t{0}), zones.num_rows);

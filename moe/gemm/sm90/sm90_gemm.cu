@@ -19,14 +19,8 @@ namespace {
 struct GroupsParams {
   GroupedGemm gemm;
   Groups groups;
-  int64_t d_bytes; // of an element
+  int64_t in_bytes, d_bytes; // of an element
 };
-
-constexpr int64_t kInBytes = 2; // of an element of BFLOAT16
-
-__device__ const void* element_at(const void* data, int64_t i) {
-  return static_cast<const char*>(data) + i * kInBytes;
-}
 
 __device__ void fill_group(const GroupsParams& params, int expert) {
   const GroupedGemm& gemm = params.gemm;
@@ -39,8 +33,17 @@ __device__ void fill_group(const GroupsParams& params, int expert) {
   sizes[0] = static_cast<int32_t>(is_gradient ? (has_rows ? gemm.m : 0) : zone.num_rows);
   sizes[1] = static_cast<int32_t>(gemm.n);
   sizes[2] = static_cast<int32_t>(is_gradient ? zone.num_rows : gemm.k);
-  groups.a[expert] = element_at(gemm.a, zone.first_row * gemm.a_stride);
-  groups.b[expert] = element_at(gemm.b, (is_gradient ? zone.first_row : expert) * gemm.b_stride);
+  const bool has_columns = is_gradient && gemm.a_scales != nullptr; // where others have rows
+  const auto element_at = [&](const void* data, int64_t i) { return static_cast<const char*>(data) + i * params.in_bytes; };
+  groups.a[expert] = element_at(gemm.a, zone.first_row * (has_columns ? 1 : gemm.a_stride));
+  groups.b[expert] = element_at(gemm.b, has_columns   ? zone.first_row
+                                        : is_gradient ? zone.first_row * gemm.b_stride
+                                                      : expert * gemm.b_stride);
+  if (gemm.a_scales != nullptr) {
+    const ScaleOffsets scales = scale_offsets(gemm, zone, expert);
+    groups.a_scales[expert] = gemm.a_scales + scales.a;
+    groups.b_scales[expert] = gemm.b_scales + scales.b;
+  }
   groups.d[expert] = static_cast<char*>(gemm.d) + (is_gradient ? expert : zone.first_row) * gemm.d_stride * params.d_bytes;
   groups.a_strides[expert] = gemm.a_stride;
   groups.b_strides[expert] = is_gradient ? gemm.b_stride : gemm.product == Product::kRowsByWeight ? gemm.k : gemm.n;
@@ -85,6 +88,8 @@ Groups groups_of(const GroupedGemm& gemm) {
   take(groups.a, num_groups);
   take(groups.b, num_groups);
   take(groups.d, num_groups);
+  take(groups.a_scales, num_groups);
+  take(groups.b_scales, num_groups);
   take(groups.a_strides, num_groups);
   take(groups.b_strides, num_groups);
   take(groups.d_strides, num_groups);
@@ -94,28 +99,31 @@ Groups groups_of(const GroupedGemm& gemm) {
 
 } // namespace
 
-std::vector<const void*> gemm_kernels() {
-  std::vector<const void*> kernels = instance_kernels();
+std::vector<const void*> gemm_kernels(epx_dtype in_dtype) {
+  std::vector<const void*> kernels = in_dtype == EPX_FLOAT8_E4M3 ? fp8_instance_kernels() : instance_kernels();
   kernels.push_back(reinterpret_cast<const void*>(&make_groups_kernel));
   return kernels;
 }
 
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
-  const bool is_fp32 = gemm.out_dtype == EPX_FLOAT32;
+  const bool is_fp32 = gemm.out_dtype == EPX_FLOAT32, is_fp8 = gemm.in_dtype == EPX_FLOAT8_E4M3;
   const Groups groups = groups_of(gemm);
   const bool clears = gemm.product == Product::kWeightGradient && !gemm.accumulate;
   const epx::cuda::Grid grid{clears ? target.num_sms * kBlocksPerSm : 1, kThreads};
   const cudaError_t error = epx::cuda::launch(&make_groups_kernel, grid, stream_of(target),
-                                              GroupsParams{gemm, groups, is_fp32 ? int64_t{4} : kInBytes});
+                                              GroupsParams{gemm, groups, is_fp8 ? 1 : 2, is_fp32 ? 4 : 2});
   if (error != cudaSuccess) return error;
   switch (gemm.product) {
   case Product::kRowsByWeight:
+    if (is_fp8) return launch_fp8_rows_by_weight(groups, gemm.accumulate, target);
     return launch_rows_by_weight(groups, target);
   case Product::kRowsByTransposedWeight:
     return launch_rows_by_transposed_weight(groups, gemm.accumulate, target);
   case Product::kWeightGradient:
     break;
   }
+  if (is_fp8 && is_fp32) return launch_fp8_weight_gradient_fp32(groups, gemm.accumulate, target);
+  if (is_fp8) return launch_fp8_weight_gradient(groups, target);
   if (is_fp32) return launch_weight_gradient_fp32(groups, gemm.accumulate, target);
   return launch_weight_gradient(groups, target);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The grouped GEMMs for BFLOAT16 on GPUs of compute capability 9.0, by CUTLASS.
+// The grouped GEMMs for BFLOAT16 and FLOAT8_E4M3 on GPUs of compute capability 9.0, by CUTLASS.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace epx::moe::cuda::sm90 {
 
-std::vector<const void*> gemm_kernels();
+std::vector<const void*> gemm_kernels(epx_dtype in_dtype);
 
 // Needs gemm.tensor_core_workspace. Throws when CUTLASS needs more of it than there is.
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
