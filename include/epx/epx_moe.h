@@ -92,7 +92,7 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
  * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
  *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
- *   rows that they share hold the output of any of them. epx_moe_quantise_... leave out any part of such zones. */
+ *   rows that they share hold the output of any of them. epx_moe_quantise_... may leave out any part of such zones. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -449,8 +449,8 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
  * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" or "block" in the place of
  * "row". The scaling is BLOCK128 or BLOCK128_POW2. A `format` says scaling and amax_floor; its tensors are NULL.
  *
- * The same numbers have the same codes and scales on the host and on CUDA. On CUDA rows, weights and codes are aligned to
- * 16 bytes, and no workspace is needed where no function tells its bytes. H, F, R and C are multiples of 128 and not 0:
+ * The same numbers have the same codes and scales on the host and on CUDA. On CUDA rows, weights, pre_act, grad_h and codes are
+ * aligned to 16 bytes. Only epx_moe_quantise_swiglu_bwd needs a workspace. H, F, R and C are multiples of 128 and not 0:
  * products in FP8 take no other.
  * @{ */
 
@@ -469,7 +469,7 @@ typedef struct epx_moe_quantise_rows_args {
   const epx_tensor* offsets;   /**< [in, optional] [E_l + 1], dtype of counts; offsets[E_l] <= N */
   const epx_tensor* row_codes; /**< [out, optional] [N, H] FLOAT8_E4M3 */
   /** [out] Iff row_codes is given, in format->scale_layout, S = H / 128. FLOAT32; with BLOCK128_POW2 FLOAT32 or
-   * FLOAT8_E8M0, or INT32 for PACKED. For TILES zones begin at multiples of 128. */
+   * FLOAT8_E8M0, or INT32 for PACKED. For TILES zones begin at multiples of 128, which is not checked. */
   const epx_tensor* row_scales;
   const epx_tensor* column_codes;  /**< [out, optional] [H, N] FLOAT8_E4M3: the codes of row n are column n */
   const epx_tensor* column_scales; /**< [out] Iff column_codes is given: [N / 128 + E_l, H] FLOAT32, N / 128 rounded down */
@@ -555,7 +555,8 @@ typedef struct epx_moe_quantise_swiglu_bwd_args {
 
 /** Gradients through w_s * silu(gate) * up, computed in float32 and quantised without another rounding. One read of pre_act
  * and grad_h gives all outputs, of which one at least is wanted. w_s * h is computed again: its columns have the codes that
- * epx_moe_quantise_swiglu gives for the same format. */
+ * epx_moe_quantise_swiglu gives for the same format, so those of a forward with the same amax_floor. As there, the exponential
+ * may differ between processors. */
 EPX_API epx_status epx_moe_quantise_swiglu_bwd(const epx_moe_quantise_swiglu_bwd_args* args);
 /** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_bwd_args* args, size_t* bytes);

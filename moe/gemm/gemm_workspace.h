@@ -9,17 +9,21 @@
 
 #include "epx/epx.h"
 #include "moe/cuda/launch_target.h"
+#include "moe/quantise/block.h"
 
 namespace epx::moe {
 
 inline constexpr size_t kTmaAlignment = 16; // bytes; of addresses and strides
 
 // Whether TMA can read and write rows of `hidden`, `inner` and 2 * inner elements: their bytes are multiples of
-// kTmaAlignment, and so are those of columns of FLOAT8_E4M3. The sizes of a product are int32 in CUTLASS.
+// kTmaAlignment. Rows of FLOAT8_E4M3 are whole blocks, and their columns have num_rows bytes, likewise a multiple; where zones
+// begin, which must be one, too, is known on the device only. The sizes of a product are int32 in CUTLASS.
 constexpr bool fits_tensor_cores(epx_dtype dtype, int64_t hidden, int64_t inner, int64_t num_rows) {
   constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
   if (hidden > kMaxSize || 2 * inner > kMaxSize || num_rows > kMaxSize) return false;
-  if (dtype == EPX_FLOAT8_E4M3) return num_rows % static_cast<int64_t>(kTmaAlignment) == 0;
+  if (dtype == EPX_FLOAT8_E4M3)
+    return hidden % kQuantiseBlock == 0 && inner % kQuantiseBlock == 0 &&
+           num_rows % static_cast<int64_t>(kTmaAlignment) == 0;
   constexpr int64_t kElements = kTmaAlignment / 2; // of BFLOAT16
   return dtype == EPX_BFLOAT16 && hidden % kElements == 0 && inner % kElements == 0;
 }

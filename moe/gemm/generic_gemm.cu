@@ -66,12 +66,11 @@ struct Problem {
 __device__ Problem problem_of(const GroupedGemm& gemm, int expert) {
   const Zone zone = zone_of(gemm.zones, expert);
   if (gemm.product == Product::kWeightGradient) {
-    const bool has_columns = gemm.a_scales != nullptr; // where others have rows
     return {gemm.m,
             gemm.n,
             zone.num_rows,
-            zone.first_row * (has_columns ? 1 : gemm.a_stride),
-            zone.first_row * (has_columns ? 1 : gemm.b_stride),
+            zone.first_row * (has_columns(gemm) ? 1 : gemm.a_stride),
+            zone.first_row * (has_columns(gemm) ? 1 : gemm.b_stride),
             expert * gemm.d_stride,
             gemm.n};
   }
@@ -195,11 +194,8 @@ __global__ void __launch_bounds__(kGemmThreads) grouped_gemm_kernel(const __grid
   }
 }
 
-bool is_fp8(const GroupedGemm& gemm) {
-  return gemm.in_dtype == EPX_FLOAT8_E4M3;
-}
 Operand operand_a(const GroupedGemm& gemm) {
-  if (gemm.product == Product::kWeightGradient && !is_fp8(gemm)) return {1, gemm.a_stride};
+  if (gemm.product == Product::kWeightGradient && !has_columns(gemm)) return {1, gemm.a_stride};
   return {gemm.a_stride, 1};
 }
 Operand operand_b(const GroupedGemm& gemm) {
@@ -211,7 +207,7 @@ Operand operand_b(const GroupedGemm& gemm) {
   case Product::kWeightGradient:
     break;
   }
-  if (is_fp8(gemm)) return {gemm.b_stride, 1};
+  if (has_columns(gemm)) return {gemm.b_stride, 1};
   return {1, gemm.b_stride};
 }
 // `size`: of the outer index.

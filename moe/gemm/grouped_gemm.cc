@@ -45,7 +45,27 @@ std::vector<const void*> grouped_gemm_kernels(epx_dtype in_dtype) {
   return kernels;
 }
 
+namespace {
+
+// Returns whether the table of Product has it.
+bool is_known(const GroupedGemm& gemm) {
+  const bool is_fp8 = gemm.in_dtype == EPX_FLOAT8_E4M3;
+  const bool is_as_a = gemm.out_dtype == (is_fp8 ? EPX_BFLOAT16 : gemm.in_dtype);
+  switch (gemm.product) {
+  case Product::kRowsByWeight:
+    return is_as_a && (is_fp8 || !gemm.accumulate);
+  case Product::kRowsByTransposedWeight:
+    return is_as_a && !is_fp8;
+  case Product::kWeightGradient:
+    break;
+  }
+  return gemm.out_dtype == EPX_FLOAT32 || (is_as_a && !gemm.accumulate);
+}
+
+} // namespace
+
 cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
+  if (!is_known(gemm)) return cudaErrorInvalidValue;
   if (gemm.zones.num_experts == 0 || gemm.n == 0) return cudaSuccess;
 #if defined(EPX_WITH_CUTLASS)
   if (gemm.tensor_core_workspace != nullptr) {

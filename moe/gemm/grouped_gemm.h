@@ -30,11 +30,17 @@ struct DeviceZones {
 //
 //   kernel          order over the inner index                                        where
 //   sm90/           by stages of 64 from 0, or the zone's first row; then as wgmma    BFLOAT16 on capability 9.0
-//   sm90/           as below by blocks of 128, each as wgmma                          FLOAT8_E4M3 on capability 9.0
+//   sm90/           by blocks of 128 from 0, or the zone's first row; each as wgmma   FLOAT8_E4M3 on capability 9.0
 //   generic_gemm.h  ascending, in one accumulator by fma                              elsewhere
 //
-// Operands of FLOAT8_E4M3 have a scale for each 128 inner indices from 0, or from the zone's first row. The codes of a block are
-// multiplied and added up by themselves; then the sum times the product of the two scales is added to fp32 (promotion).
+// Operands of FLOAT8_E4M3 have a scale for each of these blocks. The codes of a block are multiplied and added up by themselves;
+// then the sum, times both scales, is added to the sum of the blocks before it (promotion).
+//
+//   product                  a and b                                          d                              accumulate
+//   kRowsByWeight            any                                              as a; of E4M3 BFLOAT16         of E4M3
+//   kRowsByTransposedWeight  FLOAT32, FLOAT16, BFLOAT16                       as a                           yes
+//   kWeightGradient          any; of E4M3 columns of the zones instead of     as a, of E4M3 BFLOAT16;        of FLOAT32
+//                            rows                                             or FLOAT32
 enum class Product {
   kRowsByWeight,           // d[R, n] = sum over k of a[R, k] * b[e, n, k]
   kRowsByTransposedWeight, // d[R, n] = sum over k of a[R, k] * b[e, k, n]
@@ -48,12 +54,11 @@ struct GroupedGemm {
   int64_t n = 0;
   int64_t k = 0;       // not kWeightGradient
   epx_dtype in_dtype;  // of a and b: FLOAT32, FLOAT16, BFLOAT16 or FLOAT8_E4M3
-  epx_dtype out_dtype; // of d: in_dtype, or of FLOAT8_E4M3 BFLOAT16; or FLOAT32
+  epx_dtype out_dtype; // of d
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
-  // Of FLOAT8_E4M3, which has no kRowsByTransposedWeight, and whose m, n and k are multiples of kQuantiseBlock. As
-  // epx_moe_quantise_rows and _weights write them: a_scales [N, k / 128] and b_scales [E, n / 128, k / 128]; of
+  // Of FLOAT8_E4M3, whose m, n and k are multiples of kQuantiseBlock, as epx_moe_quantise_rows and _weights write them: a_scales [N, k / 128] and b_scales [E, n / 128, k / 128]; of
   // kWeightGradient, where a is [m, N] and b [n, N], a_scales [N / 128 + E, m] and b_scales [N / 128 + E, n].
   const float* a_scales = nullptr;
   const float* b_scales = nullptr;
@@ -71,7 +76,8 @@ struct GroupedGemm {
 std::vector<const void*> grouped_gemm_kernels(epx_dtype in_dtype);
 
 // Enqueues the products on the target's stream, on at most target.num_sms SMs, but on two at least with tensor cores, whose
-// clusters have two blocks. Neither waits for the device nor allocates memory.
+// clusters have two blocks. Neither waits for the device nor allocates memory. Returns cudaErrorInvalidValue for what is not in
+// the table of Product.
 cudaError_t launch_grouped_gemm(const GroupedGemm& gemm, const LaunchTarget& target);
 
 } // namespace epx::moe::cuda

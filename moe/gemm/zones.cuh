@@ -18,6 +18,11 @@ __device__ inline Zone zone_of(const DeviceZones& zones, int expert) {
   return {begin, min(max(count, int64_t{0}), zones.num_rows - begin)};
 }
 
+// Returns whether a and b are columns of zones, [m, N] and [n, N], where others have rows.
+__host__ __device__ inline bool has_columns(const GroupedGemm& gemm) {
+  return gemm.product == Product::kWeightGradient && gemm.in_dtype == EPX_FLOAT8_E4M3;
+}
+
 // Where the scales of an expert's product in FLOAT8_E4M3 begin.
 struct ScaleOffsets {
   int64_t a, b;

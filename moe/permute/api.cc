@@ -90,7 +90,7 @@ epx_status epx_moe_row_map(const epx_moe_row_map_args* args) {
     require_tensor(args->offsets, "offsets", {args->counts->dtype}, {{"E + 1", experts + 1}});
     require_tensor(args->row_map, "row_map", {EPX_INT32}, {{"T", routes.tokens}, {"K", routes.top_k}});
     const int32_t alignment = args->alignment == 0 ? 1 : args->alignment;
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args); });
     make_row_map(Integers(args->topk_idx), routes.tokens, routes.top_k, experts, alignment, Integers(args->counts),
                  Integers(args->offsets), data_of<int32_t>(args->row_map));
   });
@@ -103,7 +103,7 @@ epx_status epx_moe_row_map_workspace(const epx_moe_row_map_args* args, size_t* b
     require_sizes(args->counts, "counts", {{"E", kAnySize}});
     require_few_experts(args->counts->sizes[0], Place::cuda);
     const int64_t num_routes = args->topk_idx->sizes[0] * args->topk_idx->sizes[1];
-    write_workspace(bytes, cuda::row_map_bytes(num_routes, args->counts->sizes[0]));
+    write_workspace(bytes, moe::cuda::row_map_bytes(num_routes, args->counts->sizes[0]));
   });
 }
 
@@ -120,7 +120,7 @@ epx_status epx_moe_permute(const epx_moe_permute_args* args) {
       require_any_tensor(args->topk_weights, "topk_weights", {tokens_of(map), top_k_of(map)});
       require_tensor(args->row_weights, "row_weights", {args->topk_weights->dtype}, {{"N", map.num_rows}});
     }
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, map); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, map); });
     scatter_tokens(map, args->tokens->data, args->rows->data, row_bytes(args->tokens->dtype, hidden));
     if (args->topk_weights != nullptr)
       scatter_routes(map, args->topk_weights->data, args->row_weights->data,
@@ -131,7 +131,7 @@ epx_status epx_moe_permute(const epx_moe_permute_args* args) {
 epx_status epx_moe_permute_workspace(const epx_moe_permute_args* args, size_t* bytes) {
   return at_c_boundary(__func__, [&] {
     require_struct(args, "args");
-    write_workspace(bytes, cuda::owners_bytes(rows_of_shape(args->rows, "rows")));
+    write_workspace(bytes, moe::cuda::owners_bytes(rows_of_shape(args->rows, "rows")));
   });
 }
 
@@ -147,7 +147,7 @@ epx_status epx_moe_permute_bwd(const epx_moe_permute_bwd_args* args) {
     require_both_or_neither(args->grad_row_weights, "grad_row_weights", args->grad_topk_weights, "grad_topk_weights");
     allow_tensor(args->grad_row_weights, "grad_row_weights", {weight}, {{"N", map.num_rows}});
     allow_tensor(args->grad_topk_weights, "grad_topk_weights", {weight}, {tokens_of(map), top_k_of(map)});
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, map); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, map); });
     with_real(dtype, [&]<typename T>(T) {
       sum_rows<T>(map, data_of<T>(args->grad_rows), nullptr, hidden, data_of<T>(args->grad_tokens));
       if (args->grad_row_weights != nullptr)
@@ -165,7 +165,7 @@ epx_status epx_moe_unpermute(const epx_moe_unpermute_args* args) {
     const RowMap map = require_map(args->row_map, args->rows->sizes[0], place);
     allow_tensor(args->topk_weights, "topk_weights", {weight_dtype(dtype, place)}, {tokens_of(map), top_k_of(map)});
     require_tensor(args->tokens, "tokens", {dtype}, {tokens_of(map), {"H", hidden}});
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, map); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, map); });
     with_real(dtype, [&]<typename T>(T) {
       sum_rows<T>(map, data_of<T>(args->rows), data_of<T>(args->topk_weights), hidden, data_of<T>(args->tokens));
     });
@@ -186,7 +186,7 @@ epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args) {
     require_both_or_neither(args->rows, "rows", args->grad_topk_weights, "grad_topk_weights");
     allow_tensor(args->rows, "rows", {dtype}, {{"N", map.num_rows}, hidden});
     allow_tensor(args->grad_topk_weights, "grad_topk_weights", {weight}, {tokens_of(map), top_k_of(map)});
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, map); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, map); });
     with_real(dtype, [&]<typename T>(T) {
       const T* const grad_tokens = data_of<T>(args->grad_tokens);
       scatter_weighted<T>(map, grad_tokens, data_of<T>(args->topk_weights), hidden.size, data_of<T>(args->grad_rows));
@@ -199,6 +199,6 @@ epx_status epx_moe_unpermute_bwd(const epx_moe_unpermute_bwd_args* args) {
 epx_status epx_moe_unpermute_bwd_workspace(const epx_moe_unpermute_bwd_args* args, size_t* bytes) {
   return at_c_boundary(__func__, [&] {
     require_struct(args, "args");
-    write_workspace(bytes, cuda::owners_bytes(rows_of_shape(args->grad_rows, "grad_rows")));
+    write_workspace(bytes, moe::cuda::owners_bytes(rows_of_shape(args->grad_rows, "grad_rows")));
   });
 }

@@ -60,7 +60,7 @@ epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args) {
     require_wanted(args->row_codes, "row_codes", args->column_codes, "column_codes");
     call.matrix = require_matrix({args->format, args->row_codes, args->row_scales, args->column_codes, args->column_scales},
                                  format, call.zones, hidden);
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, call); });
     validate(call.zones);
     quantise(call);
   });
@@ -80,7 +80,7 @@ epx_status epx_moe_quantise_swiglu(const epx_moe_quantise_swiglu_args* args) {
     require_wanted(args->row_codes, "row_codes", args->column_codes, "column_codes");
     call.h = require_matrix({args->format, args->row_codes, args->row_scales, args->column_codes, args->column_scales},
                             format, call.zones, inner);
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, call); });
     validate(call.zones);
     quantise(call);
   });
@@ -113,7 +113,7 @@ epx_status epx_moe_quantise_swiglu_bwd(const epx_moe_quantise_swiglu_bwd_args* a
       fail(EPX_ERROR_INVALID_ARGUMENT, "grad_recv_weights is given, but recv_weights is NULL");
     allow_tensor(args->grad_recv_weights, "grad_recv_weights", {EPX_FLOAT32}, {rows});
     call.grad_recv_weights = data_of<float>(args->grad_recv_weights);
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, call); });
     validate(call.zones);
     quantise(call);
   });
@@ -161,7 +161,7 @@ epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
     call.scales = data_of<float>(args->scales);
     call.transposed_codes = data_of<uint8_t>(args->transposed_codes);
     call.transposed_scales = data_of<float>(args->transposed_scales);
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args, call); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, call); });
     quantise(call);
   });
 }

@@ -42,7 +42,7 @@ epx_status epx_moe_router_bwd_workspace(const epx_moe_router_config* config, con
   return at_c_boundary(__func__, [&] {
     require_config(config);
     require_struct(args, "args");
-    write_workspace(bytes, cuda::route_bwd_bytes(*config));
+    write_workspace(bytes, moe::cuda::route_bwd_bytes(*config));
   });
 }
 
@@ -54,7 +54,7 @@ epx_status epx_moe_aux_loss(const epx_moe_router_config* config, const epx_moe_a
     require_selection_shape(args->topk_idx, *config, tokens);
     require_counts(args->global_counts, config->num_experts);
     require_tensor(args->loss, "loss", {EPX_FLOAT64}, {{"1", 1}});
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*config, *args); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*config, *args); });
     require_selection(*args->topk_idx, *config);
     const ExpertLoad load = load_of(*args->global_counts, config->num_experts);
     *data_of<double>(args->loss) =
@@ -68,7 +68,7 @@ epx_status epx_moe_aux_loss_workspace(const epx_moe_router_config* config, const
     require_config(config);
     require_struct(args, "args");
     require_sizes(args->logits, "logits", {{"T", kAnySize}, {"E", config->num_experts}});
-    write_workspace(bytes, cuda::aux_loss_bytes(args->logits->sizes[0], config->num_experts));
+    write_workspace(bytes, moe::cuda::aux_loss_bytes(args->logits->sizes[0], config->num_experts));
   });
 }
 
@@ -83,7 +83,7 @@ epx_status epx_moe_bias_update(const epx_moe_bias_update_args* args) {
     require_tensor(args->selection_bias, "selection_bias", place == Place::cuda ? kCudaReal : kReal, {{"E", experts}});
     const epx_dtype real = args->selection_bias->dtype;
     with_real(real, [&]<typename T>(T) { require_finite<T>(args->rate, "rate"); });
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(*args); });
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args); });
     const ExpertLoad load = load_of(*args->global_counts, experts);
     with_real(real, [&]<typename T>(T) { update_bias<T>(load, args->rate, experts, data_of<T>(args->selection_bias)); });
   });

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Grouped products of FLOAT8_E4M3 beside float64, from random codes and scales, by every kernel that the device has. Zones have any
 // number of rows, none too, and what lies outside them is NaN.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#define DOCTEST_CONFIG_IMPLEMENT
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -272,5 +273,31 @@ TEST_CASE("grouped products of E4M3 with scales of blocks are those of the dequa
   }
 }
 
+TEST_CASE("products of E4M3 that no kernel has are refused") {
+  GroupedGemm gemm{.product = Product::kRowsByTransposedWeight,
+                   .zones = {Integers(), Integers(), 1, 16},
+                   .n = 128,
+                   .k = 128,
+                   .in_dtype = EPX_FLOAT8_E4M3,
+                   .out_dtype = EPX_BFLOAT16};
+  CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
+  gemm.product = Product::kRowsByWeight;
+  gemm.out_dtype = EPX_FLOAT32;
+  CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
+  gemm.product = Product::kWeightGradient;
+  gemm.out_dtype = EPX_BFLOAT16;
+  gemm.accumulate = true;
+  CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
+}
+
 } // namespace
 } // namespace epx::test
+
+int main(int argc, char** argv) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    std::puts("skipped: there is no GPU");
+    return 77;
+  }
+  return doctest::Context(argc, argv).run();
+}

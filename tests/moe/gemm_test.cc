@@ -95,7 +95,7 @@ TEST_CASE("products of all instruction sets") {
   }
 }
 
-TEST_CASE("tensor cores take rows of bfloat16 whose bytes are multiples of 16") {
+TEST_CASE("tensor cores take rows of bfloat16 whose bytes are multiples of 16, and of E4M3 whole blocks") {
   using moe::fits_tensor_cores;
   CHECK(fits_tensor_cores(EPX_BFLOAT16, 4096, 1536, 100000));
   CHECK(fits_tensor_cores(EPX_BFLOAT16, 8, 8, 0));
@@ -106,12 +106,16 @@ TEST_CASE("tensor cores take rows of bfloat16 whose bytes are multiples of 16") 
   CHECK(fits_tensor_cores(EPX_BFLOAT16, 8, (int64_t{1} << 30) - 8, 1));
   CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 8, int64_t{1} << 30, 1)); // 2F is no int32
   CHECK_FALSE(fits_tensor_cores(EPX_BFLOAT16, 8, 8, int64_t{1} << 31));
+  CHECK(fits_tensor_cores(EPX_FLOAT8_E4M3, 7168, 2048, 32768));
+  CHECK_FALSE(fits_tensor_cores(EPX_FLOAT8_E4M3, 7168, 2048, 32767));
+  CHECK_FALSE(fits_tensor_cores(EPX_FLOAT8_E4M3, 7184, 2048, 32768));
+  CHECK_FALSE(fits_tensor_cores(EPX_FLOAT8_E4M3, 7168, 64, 32768));
 }
 
 TEST_CASE("the products' workspace has room for each expert and each SM") {
   CHECK(moe::tensor_core_workspace_bytes(0) == 0);
   CHECK(moe::tensor_core_workspace_bytes(1) == 144 * 5 * 128 + 256);
-  CHECK(moe::tensor_core_workspace_bytes(32) == 144 * 5 * 128 + 2048); // 60 bytes of each
+  CHECK(moe::tensor_core_workspace_bytes(32) == 144 * 5 * 128 + 2560); // 76 bytes of each
 }
 
 } // namespace

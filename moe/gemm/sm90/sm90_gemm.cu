@@ -22,10 +22,17 @@ struct GroupsParams {
   int64_t in_bytes, d_bytes; // of an element
 };
 
+// The zone of an expert's product. TMA reads columns from aligned addresses only: a zone that begins elsewhere has no product.
+__device__ Zone readable_zone_of(const GroupedGemm& gemm, int expert) {
+  Zone zone = zone_of(gemm.zones, expert);
+  if (has_columns(gemm) && zone.first_row % static_cast<int64_t>(kTmaAlignment) != 0) zone.num_rows = 0;
+  return zone;
+}
+
 __device__ void fill_group(const GroupsParams& params, int expert) {
   const GroupedGemm& gemm = params.gemm;
   const Groups& groups = params.groups;
-  const Zone zone = zone_of(gemm.zones, expert);
+  const Zone zone = readable_zone_of(gemm, expert);
   const bool is_gradient = gemm.product == Product::kWeightGradient;
   const bool has_rows = zone.num_rows > 0;
   // TMA knows no tensor without elements. No tensormap is made of a group without rows of d, whatever its inner size is.
@@ -33,12 +40,12 @@ __device__ void fill_group(const GroupsParams& params, int expert) {
   sizes[0] = static_cast<int32_t>(is_gradient ? (has_rows ? gemm.m : 0) : zone.num_rows);
   sizes[1] = static_cast<int32_t>(gemm.n);
   sizes[2] = static_cast<int32_t>(is_gradient ? zone.num_rows : gemm.k);
-  const bool has_columns = is_gradient && gemm.a_scales != nullptr; // where others have rows
   const auto element_at = [&](const void* data, int64_t i) { return static_cast<const char*>(data) + i * params.in_bytes; };
-  groups.a[expert] = element_at(gemm.a, zone.first_row * (has_columns ? 1 : gemm.a_stride));
-  groups.b[expert] = element_at(gemm.b, has_columns   ? zone.first_row
-                                        : is_gradient ? zone.first_row * gemm.b_stride
-                                                      : expert * gemm.b_stride);
+  const auto zone_at = [&](const void* data, int64_t stride) {
+    return element_at(data, zone.first_row * (has_columns(gemm) ? 1 : stride));
+  };
+  groups.a[expert] = zone_at(gemm.a, gemm.a_stride);
+  groups.b[expert] = is_gradient ? zone_at(gemm.b, gemm.b_stride) : element_at(gemm.b, expert * gemm.b_stride);
   if (gemm.a_scales != nullptr) {
     const ScaleOffsets scales = scale_offsets(gemm, zone, expert);
     groups.a_scales[expert] = gemm.a_scales + scales.a;
@@ -56,7 +63,7 @@ __device__ void clear_empty(const GroupsParams& params) {
   const int64_t vectors = gemm.m * gemm.n * params.d_bytes / static_cast<int64_t>(sizeof(uint4));
   for (int base = 0; base < gemm.zones.num_experts; base += kWarp) {
     const int expert = base + lane();
-    const bool is_empty = expert < gemm.zones.num_experts && zone_of(gemm.zones, expert).num_rows == 0;
+    const bool is_empty = expert < gemm.zones.num_experts && readable_zone_of(gemm, expert).num_rows == 0;
     for (unsigned empty = __ballot_sync(~0u, is_empty); empty != 0; empty &= empty - 1) {
       auto* const d =
           reinterpret_cast<uint4*>(static_cast<char*>(gemm.d) + (base + __ffs(empty) - 1) * gemm.d_stride * params.d_bytes);

@@ -19,7 +19,7 @@ size_t prepare_scratch_words(int num_experts, int blocks); // LL packets in Devi
 // dispatch_rank_major, and kMaxPrepareBlocks of prepare_dispatch.
 constexpr int kMaxPlanBlocks = 256;
 static_assert(kMaxPrepareBlocks <= kMaxPlanBlocks);
-// DeviceGroup::plan_packets begins with so many LL packets of these blocks.
+// DeviceGroup::plan_packets begins with so many LlPacket8 of these blocks: their flags, and what they tell (LlPacket16).
 constexpr size_t plan_part_words(int num_ranks) {
   return kMaxPlanBlocks * (1 + 2 * static_cast<size_t>(num_ranks));
 }

@@ -14,8 +14,8 @@
 //                     for each rank on that rank's exchange board
 //                     (row_assignment.cuh)
 //   entry    all      the entry barrier
-//   routes   all      send the routes and weights of the block's tokens to the    nothing
-//                     ranks that these go to, as LL packets into staging; those
+//   routes   all      send the routes and weights of the block's tokens to the    nothing; of compact rows the
+//                     ranks that these go to, as LL packets into staging; those   counts of all ranks
 //                     of this rank's own rows go into the outputs
 //   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
 //                     its place there when the receive rows lie in an             the part of the plan that has
@@ -72,8 +72,11 @@ public:
   }
 
   // Gives the tokens of the block's range their rows, and tells the receivers how many there are. All threads of the block call
-  // this before the entry barrier; it ends with a barrier. Returns false, in all threads, when the group has failed.
+  // this before the entry barrier, behind which alone pipelines may use the shared memory. Returns false, in all threads, when the
+  // group has failed.
   __device__ bool assign_rows() const {
+    static_assert(sizeof(RowAssignmentShared) <=
+                  (kMovementWarps - 1) * TmaRowPipeline::kStagesBytes); // then cells of signals
     if (static_cast<int>(blockIdx.x) >= num_sending_blocks()) return true;
     RowAssignmentShared& shared = *dynamic_shared_memory<RowAssignmentShared>();
     const RowAssignment assignment(args_, params_.experts, call_.num_ranks(), shared);
@@ -110,7 +113,7 @@ public:
 
   // What a sender does. Where senders have several tokens each, they take them in ascending order from one counter, whichever
   // block has assigned their rows: a warp that gets more of the wire sends more of them, and rows are ready about in the order
-  // in which receivers take them. Where they have few, each block sends its own, and waits for no other block.
+  // in which receivers take them. Where they have few, each block sends its own, and waits for no other block's rows.
   // `has_begun`: false when the group has failed.
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition, bool has_begun) const {
     Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()), format());
@@ -178,6 +181,7 @@ private:
 
   // The RouteLanes of each of the tokens [first, end) send its routes.
   __device__ void send_routes_of(uint32_t first, uint32_t end) const {
+    call_.delay();
     const RouteLanes lanes(args_.top_k);
     const uint32_t token = first + static_cast<uint32_t>(lanes.index());
     const int own_k = token < end ? lanes.own_k() : args_.top_k;

@@ -84,6 +84,7 @@ public:
     constexpr int kLoads = 2; // packets of a thread that are in flight at a time
     const auto thread = static_cast<int>(threadIdx.x), block = static_cast<int>(blockIdx.x);
     const BadIndices bad = shared_.bad;
+    call.delay();
     __syncthreads(); // all have read what is bad here, to which the blocks before this one are added now
     if (thread < num_ranks_)
       store_packet_relaxed_sys(plan_part_packet(group, block, thread),
@@ -116,7 +117,7 @@ public:
   }
 
   // Calls take(token, k, route) for each route of the tokens [begin, end), and adds those tokens to rows. The slot of the route
-  // is as in handle memory. All threads of the block call this behind a barrier; it ends with one.
+  // is as in handle memory. All threads of the block call this behind a barrier; where there are tokens it ends with one.
   template <typename Take>
   __device__ void assign(uint32_t begin, uint32_t end, int rank_of_source, const Take& take) const {
     const auto top_k = static_cast<uint32_t>(args_.top_k);
