@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Times the grouped GEMMs of the FFN in BFLOAT16 on one GPU, each beside one dense GEMM of cuBLAS with as many multiplications:
+// Times the grouped GEMMs of the FFN in BFLOAT16, or in FLOAT8_E4M3, on one GPU, each beside one dense GEMM of cuBLAS with as many
+// multiplications:
 // back to back, where power limits the clocks, and after pauses, where it does not. The two take turns, so that both find the
 // same clocks, and the ratio is that of neighbours.
 #include <algorithm>
@@ -23,6 +24,7 @@
 #include "moe/gemm/gemm_workspace.h"
 #include "moe/gemm/grouped_gemm.h"
 #include "tools/gemm_bench/counts.h"
+#include "tools/gemm_bench/dense_fp8.h"
 
 namespace {
 
@@ -40,6 +42,7 @@ struct Options {
   int hot = 200;
   int paused = 7;
   bool accumulate = false;
+  bool is_fp8 = false;
 };
 
 void check(cudaError_t error, const char* what) {
@@ -76,6 +79,28 @@ Memory allocate_random(int64_t elements, uint64_t seed) {
     check(cudaMemcpy(static_cast<uint16_t*>(memory.get()) + at, pattern.data(),
                      2 * std::min<int64_t>(elements - at, static_cast<int64_t>(pattern.size())), cudaMemcpyHostToDevice),
           "cudaMemcpy");
+  return memory;
+}
+
+// Random codes of E4M3, none of which is NaN.
+Memory allocate_codes(int64_t elements, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<uint8_t> pattern(1 << 20);
+  for (uint8_t& code : pattern) {
+    code = static_cast<uint8_t>(random() >> 40);
+    if ((code & 0x7f) == 0x7f) code = 0;
+  }
+  Memory memory = allocate(elements);
+  for (int64_t at = 0; at < elements; at += static_cast<int64_t>(pattern.size()))
+    check(cudaMemcpy(static_cast<uint8_t*>(memory.get()) + at, pattern.data(),
+                     std::min<int64_t>(elements - at, static_cast<int64_t>(pattern.size())), cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  return memory;
+}
+Memory allocate_scales(int64_t count) {
+  const std::vector<float> ones(count, 1.0F);
+  Memory memory = allocate(count * 4);
+  check(cudaMemcpy(memory.get(), ones.data(), count * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
   return memory;
 }
 
@@ -131,17 +156,26 @@ void print_line(const std::string& name, const char* pacing, double flop, const 
 }
 
 void run(const Options& options) {
-  if (!fits_tensor_cores(EPX_BFLOAT16, options.hidden, options.ffn, options.rows))
+  if (options.is_fp8 && (options.hidden % kQuantiseBlock != 0 || options.ffn % kQuantiseBlock != 0))
+    throw std::runtime_error("with --fp8 --hidden and --ffn must be multiples of 128");
+  if (!options.is_fp8 && !fits_tensor_cores(EPX_BFLOAT16, options.hidden, options.ffn, options.rows))
     throw std::runtime_error("--hidden and --ffn must be multiples of 8");
   const std::vector<int32_t> counts = bench::draw_counts(options.routing, options.rows, options.groups);
   std::vector<int32_t> offsets(counts.size() + 1);
-  std::partial_sum(counts.begin(), counts.end(), offsets.begin() + 1);
+  // TMA reads columns of E4M3 from the first row of a zone on.
+  constexpr int32_t kZoneAlignment = 16;
+  for (size_t g = 0; g < counts.size(); ++g)
+    offsets[g + 1] =
+        offsets[g] + (options.is_fp8 ? (counts[g] + kZoneAlignment - 1) / kZoneAlignment * kZoneAlignment : counts[g]);
   const int64_t rows = offsets.back();
+  const int64_t multiplied_rows = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   const int64_t wide = 2 * options.ffn;
   const int64_t longest = std::max(options.hidden, wide);
   const int64_t weight = wide * options.hidden;
-  const Memory a = allocate_random(rows * longest, 1), b = allocate_random(rows * longest, 2);
-  const Memory weights = allocate_random(options.groups * weight, 3);
+  const auto allocate_elements = options.is_fp8 ? allocate_codes : allocate_random;
+  const Memory a = allocate_elements(rows * longest, 1), b = allocate_elements(rows * longest, 2);
+  const Memory weights = allocate_elements(options.groups * weight, 3);
+  const Memory scales = allocate_scales(options.is_fp8 ? (rows / kQuantiseBlock + options.groups) * longest : 0);
   const Memory d = allocate(std::max(rows * longest * 2, options.groups * weight * 4));
   const Memory dense_d = allocate(std::max(rows * longest * 2, weight * 4));
   const Memory device_counts = allocate(options.groups * 4), device_offsets = allocate((options.groups + 1) * 4);
@@ -182,7 +216,12 @@ void run(const Options& options) {
                          Shape{"wgrad gate_up bf16", Product::kWeightGradient, wide, h, 0, EPX_BFLOAT16},
                          Shape{"wgrad down bf16", Product::kWeightGradient, h, f, 0, EPX_BFLOAT16}}) {
     const bool is_gradient = s.product == Product::kWeightGradient;
-    GroupedGemm gemm{.product = s.product, .zones = {}, .in_dtype = EPX_BFLOAT16, .out_dtype = s.out};
+    // Products in E4M3 have both operands by the inner index: dgrad takes transposed weights, and wgrad columns.
+    const bool is_dgrad = s.product == Product::kRowsByTransposedWeight;
+    GroupedGemm gemm{.product = options.is_fp8 && is_dgrad ? Product::kRowsByWeight : s.product,
+                     .zones = {},
+                     .in_dtype = options.is_fp8 ? EPX_FLOAT8_E4M3 : EPX_BFLOAT16,
+                     .out_dtype = s.out};
     gemm.zones = {Integers(static_cast<int32_t*>(device_counts.get())),
                   Integers(static_cast<int32_t*>(device_offsets.get())), options.groups, rows};
     gemm.m = s.m;
@@ -191,8 +230,9 @@ void run(const Options& options) {
     gemm.a = a.get();
     gemm.b = is_gradient ? b.get() : weights.get();
     gemm.d = d.get();
-    gemm.a_stride = is_gradient ? s.m : s.k;
-    gemm.b_stride = is_gradient ? s.n : s.n * s.k;
+    gemm.a_scales = gemm.b_scales = options.is_fp8 ? static_cast<const float*>(scales.get()) : nullptr;
+    gemm.a_stride = !is_gradient ? s.k : options.is_fp8 ? rows : s.m;
+    gemm.b_stride = !is_gradient ? s.n * s.k : options.is_fp8 ? rows : s.n;
     gemm.d_stride = is_gradient ? s.m * s.n : s.n;
     gemm.accumulate = options.accumulate && is_gradient && s.out == EPX_FLOAT32;
     gemm.tensor_core_workspace = workspace.get();
@@ -202,14 +242,21 @@ void run(const Options& options) {
     const auto k = static_cast<int>(is_gradient ? rows : s.k);
     const bool b_by_k = s.product == Product::kRowsByWeight; // its rows have neighbours in k
     const float one = 1, beta = gemm.accumulate ? 1 : 0;
+    std::unique_ptr<bench::DenseFp8> dense_fp8;
+    if (options.is_fp8)
+      dense_fp8 = std::make_unique<bench::DenseFp8>(bench::DenseFp8Operands{
+          m, n, k, gemm.a, gemm.b, gemm.a_scales, gemm.b_scales, !is_gradient, dense_d.get(), s.out == EPX_FLOAT32});
     const Work dense = [&] {
+      if (dense_fp8 != nullptr) return dense_fp8->enqueue(stream);
       check(cublasGemmEx(cublas, b_by_k ? CUBLAS_OP_T : CUBLAS_OP_N, is_gradient ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one,
                          gemm.b, CUDA_R_16BF, b_by_k ? k : n, gemm.a, CUDA_R_16BF, is_gradient ? m : k, &beta,
                          dense_d.get(), s.out == EPX_FLOAT32 ? CUDA_R_32F : CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
                          CUBLAS_GEMM_DEFAULT),
             "cublasGemmEx");
     };
-    const double flop = 2.0 * static_cast<double>(m) * n * k;
+    // Pads between zones, which the dense product multiplies, too, are not counted.
+    const double flop = 2.0 * static_cast<double>(is_gradient ? m : multiplied_rows) * n *
+                        static_cast<double>(is_gradient ? multiplied_rows : k);
     time_both(grouped, dense, 3, 0, stream, scratch.get(), kScratchBytes); // loads the kernels
     print_line(s.name, "hot", flop, time_both(grouped, dense, options.hot, 0, stream, scratch.get(), kScratchBytes));
     print_line(s.name, "paused", flop,
@@ -238,6 +285,7 @@ int main(int argc, char** argv) {
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
   app.add_flag("--accumulate", options.accumulate, "add to the weight gradients in FLOAT32");
+  app.add_flag("--fp8", options.is_fp8, "FLOAT8_E4M3 with scales of blocks, beside cuBLASLt's");
   CLI11_PARSE(app, argc, argv);
   try {
     run(options);
