@@ -16,14 +16,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
     quantise_rows_kernel(const __grid_constant__ QuantiseRows call) {
   __shared__ QuantiseTileMemory shared;
   const int64_t hidden = call.matrix.num_columns;
-  const int64_t tiles_per_row = hidden / kTile;
-  const int64_t num_items = blocks_in_use(call.zones) * tiles_per_row;
-#pragma unroll 1
-  for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-    const int64_t index = item / tiles_per_row;
-    const int64_t place = item % tiles_per_row;
-    RowBlock block;
-    if (!block.find(call.zones, index)) continue;
+  for_each_tile(call.zones, hidden, [&](int64_t index, int64_t place, const RowBlock& block) {
     TileElements<T> elements;
     elements.load(static_cast<const T*>(call.rows) + block.first_row * hidden + place * kTile, hidden, block.num_rows);
     if constexpr (std::is_same_v<T, formats::E4M3>) {
@@ -33,13 +26,13 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
                                             : 0.0f);
     }
     quantise_tile(elements, call.matrix, block, index, place, shared);
-  }
+  });
 }
 
 template <typename T>
 cudaError_t launch_rows(const QuantiseRows& call, const LaunchTarget& target) {
-  const int64_t most_items = num_zone_blocks(call.zones.num_rows, call.zones.num_zones) * (call.matrix.num_columns / kTile);
-  return epx::cuda::launch(&quantise_rows_kernel<T>, grid_of_tiles(most_items, target), stream_of(target), call);
+  return epx::cuda::launch(&quantise_rows_kernel<T>, grid_of_tiles(most_tiles(call.zones, call.matrix.num_columns), target),
+                           stream_of(target), call);
 }
 
 } // namespace

@@ -23,18 +23,6 @@ __device__ float own_weight_of(const float* recv_weights, const RowBlock& block)
   return recv_weights != nullptr && i < block.num_rows ? recv_weights[block.first_row + i] : 1.0f;
 }
 
-// Calls take(index of the block's column_scales, place of the tile in a row of F, block) for each tile of this block of threads.
-template <typename Take>
-__device__ void for_each_tile(const RowZones& zones, int64_t inner, const Take& take) {
-  const int64_t tiles_per_row = inner / kTile;
-  const int64_t num_items = blocks_in_use(zones) * tiles_per_row;
-#pragma unroll 1
-  for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-    RowBlock block;
-    if (block.find(zones, item / tiles_per_row)) take(item / tiles_per_row, item % tiles_per_row, block);
-  }
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
     quantise_swiglu_kernel(const __grid_constant__ QuantiseSwiglu call) {
@@ -123,16 +111,13 @@ __global__ void __launch_bounds__(kThreads) add_tile_sums_kernel(const __grid_co
   }
 }
 
-int64_t most_tiles(const RowZones& zones, const QuantisedMatrix& h) {
-  return num_zone_blocks(zones.num_rows, zones.num_zones) * (h.num_columns / kTile);
-}
-
 } // namespace
 
 int launch_quantise_swiglu(const QuantiseSwiglu& call, const LaunchTarget& target) {
   if (call.zones.num_rows == 0 || call.zones.num_zones == 0) return cudaSuccess;
   const auto kernel = call.dtype == EPX_BFLOAT16 ? &quantise_swiglu_kernel<__nv_bfloat16> : &quantise_swiglu_kernel<float>;
-  return epx::cuda::launch(kernel, grid_of_tiles(most_tiles(call.zones, call.h), target), stream_of(target), call);
+  return epx::cuda::launch(kernel, grid_of_tiles(most_tiles(call.zones, call.h.num_columns), target), stream_of(target),
+                           call);
 }
 
 int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget& target) {
@@ -140,7 +125,7 @@ int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget
   const auto kernel =
       call.dtype == EPX_BFLOAT16 ? &quantise_swiglu_bwd_kernel<__nv_bfloat16> : &quantise_swiglu_bwd_kernel<float>;
   const cudaError_t error = epx::cuda::launch(
-      kernel, grid_of_tiles(most_tiles(call.zones, call.h), target, kBwdBlocksPerSm), stream_of(target), call);
+      kernel, grid_of_tiles(most_tiles(call.zones, call.h.num_columns), target, kBwdBlocksPerSm), stream_of(target), call);
   if (error != cudaSuccess || call.grad_recv_weights == nullptr) return error;
   return epx::cuda::launch(&add_tile_sums_kernel, grid_of_warps((call.zones.num_rows + kWarp - 1) / kWarp, target),
                            stream_of(target), call);

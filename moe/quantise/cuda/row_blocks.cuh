@@ -46,4 +46,21 @@ struct RowBlock {
   }
 };
 
+// Returns the tiles of zones of any values, for the size of a grid.
+inline int64_t most_tiles(const RowZones& zones, int64_t num_columns) {
+  return num_zone_blocks(zones.num_rows, zones.num_zones) * (num_columns / kTile);
+}
+
+// Calls take(index of the block's column_scales, place of the tile in a row, block) for each tile of this block of threads.
+template <typename Take>
+__device__ void for_each_tile(const RowZones& zones, int64_t num_columns, const Take& take) {
+  const int64_t tiles_per_row = num_columns / kTile;
+  const int64_t num_items = blocks_in_use(zones) * tiles_per_row;
+#pragma unroll 1
+  for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
+    RowBlock block;
+    if (block.find(zones, item / tiles_per_row)) take(item / tiles_per_row, item % tiles_per_row, block);
+  }
+}
+
 } // namespace epx::moe::cuda
