@@ -33,13 +33,35 @@ void stop_for(RankProcess& rank, milliseconds time) {
   rank.go_on();
 }
 
+// The exit status of a rank that failed as it must, but too late. No epx_status is as large.
+constexpr int kLate = 100;
+
+// Repeats what failed too late, twice at most: other work on the machine makes a rank late now and then, a wait that is too long makes
+// it late each time. `attempt` returns whether all were in time, and checks everything else itself.
+void check_in_time(const std::function<bool()>& attempt) {
+  constexpr int kAttempts = 3;
+  for (int i = 0; i < kAttempts; ++i)
+    if (attempt()) return;
+  FAIL_CHECK(fmt::format("too late {} times in a row", kAttempts));
+}
+
+// Waits for the rank, which must have failed as its body says. Returns whether it did so in time.
+bool was_in_time(RankProcess& rank) {
+  const int status = rank.join();
+  const bool late = WIFEXITED(status) && WEXITSTATUS(status) == kLate;
+  CHECK((late || status == 0));
+  return !late;
+}
+
 // Starts a rank that must fail in time with a sentence that contains `word`; its exit status says whether it did.
 std::unique_ptr<RankProcess> start_rank(const std::function<void()>& body, milliseconds timeout, const std::string& word) {
   return std::make_unique<RankProcess>([=] {
     const Outcome outcome = outcome_of(body);
     require(outcome.status == EPX_ERROR_TIMEOUT, fmt::format("{} ({})", outcome.message, static_cast<int>(outcome.status)));
     require(outcome.message.find(word) != std::string::npos, outcome.message);
-    require(outcome.elapsed <= promise(timeout), fmt::format("took {} ms: {}", outcome.elapsed.count(), outcome.message));
+    if (outcome.elapsed <= promise(timeout)) return;
+    fmt::print(stderr, "took {} ms: {}\n", outcome.elapsed.count(), outcome.message);
+    ::_exit(kLate);
   });
 }
 
@@ -53,13 +75,17 @@ TEST_CASE("a rendezvous at which a rank is missing fails in time on every rank")
     for (const std::vector<int>& present : {std::vector<int>{1, 2}, {0, 1}, {0, 2}, {0}, {2}}) {
       CAPTURE(timeout.count());
       CAPTURE(present.size());
-      const TempDirectory directory;
-      for (const Outcome& outcome :
-           run_ranks(present, [&](int rank) { Bootstrap bootstrap(directory.path(), "job", rank, 3, timeout); })) {
-        CAPTURE(outcome.message);
-        CHECK(outcome.status == EPX_ERROR_TIMEOUT);
-        CHECK(outcome.elapsed <= promise(timeout));
-      }
+      check_in_time([&] {
+        const TempDirectory directory;
+        bool in_time = true;
+        for (const Outcome& outcome :
+             run_ranks(present, [&](int rank) { Bootstrap bootstrap(directory.path(), "job", rank, 3, timeout); })) {
+          CAPTURE(outcome.message);
+          CHECK(outcome.status == EPX_ERROR_TIMEOUT);
+          in_time = in_time && outcome.elapsed <= promise(timeout);
+        }
+        return in_time;
+      });
     }
 }
 
@@ -70,28 +96,30 @@ TEST_CASE("a rendezvous at which a rank falls silent fails in time on the others
     for (const int silent : {0, 1}) {
       CAPTURE(killed);
       CAPTURE(silent);
-      const TempDirectory directory;
-      const auto meet = [&](int rank) {
-        return [&directory, rank] { Bootstrap bootstrap(directory.path(), "job", rank, 4, kTimeout); };
-      };
-      // Rank 3 never comes. A rank 0 that is stopped is known to live, and is not blamed for that.
-      const std::string word = killed && silent == 0 ? "rank 0 of 4 came and does not answer" : "rank 3 of 4 never came";
-      RankProcess first([&] { outcome_of(meet(silent)); });
-      auto second = start_rank(meet(1 - silent), kTimeout, word);
-      auto third = start_rank(meet(2), kTimeout, word);
-      // Both have the session's number, and have written their contributions.
-      REQUIRE(wait_until([&] {
-        int parts = 0;
-        for (const std::string& name : names_in(directory.job("job")))
-          parts += name.starts_with("in.0.") ? 1 : 0;
-        return parts == 3;
-      }));
-      if (killed)
-        first.kill();
-      else
-        stop_for(first, 900ms);
-      CHECK(second->join() == 0);
-      CHECK(third->join() == 0);
+      check_in_time([&] {
+        const TempDirectory directory;
+        const auto meet = [&](int rank) {
+          return [&directory, rank] { Bootstrap bootstrap(directory.path(), "job", rank, 4, kTimeout); };
+        };
+        // Rank 3 never comes. A rank 0 that is stopped is known to live, and is not blamed for that.
+        const std::string word = killed && silent == 0 ? "rank 0 of 4 came and does not answer" : "rank 3 of 4 never came";
+        RankProcess first([&] { outcome_of(meet(silent)); });
+        auto second = start_rank(meet(1 - silent), kTimeout, word);
+        auto third = start_rank(meet(2), kTimeout, word);
+        // Both have the session's number, and have written their contributions.
+        REQUIRE(wait_until([&] {
+          int parts = 0;
+          for (const std::string& name : names_in(directory.job("job")))
+            parts += name.starts_with("in.0.") ? 1 : 0;
+          return parts == 3;
+        }));
+        if (killed)
+          first.kill();
+        else
+          stop_for(first, 900ms);
+        const bool second_in_time = was_in_time(*second);
+        return was_in_time(*third) && second_in_time;
+      });
     }
 }
 
@@ -104,25 +132,29 @@ TEST_CASE("a rendezvous that is suspended and at which a rank is missing fails i
   for (const std::vector<int>& present : {std::vector<int>{0, 1}, {1, 2}}) {
     const std::string word = fmt::format("rank {} of 3 never came", present.front() == 0 ? 2 : 0);
     CAPTURE(word);
-    const TempDirectory directory;
-    std::vector<std::unique_ptr<RankProcess>> ranks;
-    for (const int rank : present)
-      ranks.push_back(start_rank(
-          [&directory, rank] {
-            const Outcome outcome = outcome_of([&] { Bootstrap bootstrap(directory.path(), "job", rank, 3, kTimeout); });
-            require(outcome.elapsed >= kBefore + kSuspended + kTimeout * 8 / 10,
-                    fmt::format("took {} ms only: {}", outcome.elapsed.count(), outcome.message));
-            throw epx::StatusError(outcome.status, outcome.message);
-          },
-          kBefore + kSuspended + kTimeout, word));
-    std::this_thread::sleep_for(kBefore);
-    for (const auto& rank : ranks)
-      rank->stop();
-    std::this_thread::sleep_for(kSuspended);
-    for (const auto& rank : ranks)
-      rank->go_on();
-    for (const auto& rank : ranks)
-      CHECK(rank->join() == 0);
+    check_in_time([&] {
+      const TempDirectory directory;
+      std::vector<std::unique_ptr<RankProcess>> ranks;
+      for (const int rank : present)
+        ranks.push_back(start_rank(
+            [&directory, rank] {
+              const Outcome outcome = outcome_of([&] { Bootstrap bootstrap(directory.path(), "job", rank, 3, kTimeout); });
+              require(outcome.elapsed >= kBefore + kSuspended + kTimeout * 8 / 10,
+                      fmt::format("took {} ms only: {}", outcome.elapsed.count(), outcome.message));
+              throw epx::StatusError(outcome.status, outcome.message);
+            },
+            kBefore + kSuspended + kTimeout, word));
+      std::this_thread::sleep_for(kBefore);
+      for (const auto& rank : ranks)
+        rank->stop();
+      std::this_thread::sleep_for(kSuspended);
+      for (const auto& rank : ranks)
+        rank->go_on();
+      bool in_time = true;
+      for (const auto& rank : ranks)
+        in_time = was_in_time(*rank) && in_time;
+      return in_time;
+    });
   }
 }
 
@@ -131,22 +163,26 @@ TEST_CASE("an all-gather to which a rank does not come fails in time on the othe
   static constexpr milliseconds kTimeout = 500ms;
   for (const int absent : {0, 1}) {
     CAPTURE(absent);
-    const TempDirectory directory;
-    std::atomic<int> failed{0};
-    for (const Outcome& outcome : run_ranks(all_ranks(3), [&](int rank) {
-           Bootstrap bootstrap(directory.path(), "job", rank, 3, kPatient);
-           if (rank == absent) {
-             require(wait_until([&] { return failed == 2; }), "nobody has failed");
-             return;
-           }
-           const Outcome gather = outcome_of([&] { bootstrap.all_gather<int>({rank}, kTimeout); });
-           ++failed;
-           require(gather.status == EPX_ERROR_TIMEOUT, gather.message);
-           require(gather.message.find(fmt::format("rank {} of 3 never came", absent)) != std::string::npos,
-                   gather.message);
-           require(gather.elapsed <= promise(kTimeout), fmt::format("took {} ms", gather.elapsed.count()));
-         }))
-      CHECK_MESSAGE(outcome.status == EPX_SUCCESS, outcome.message);
+    check_in_time([&] {
+      const TempDirectory directory;
+      std::atomic<int> failed{0};
+      std::atomic<bool> in_time{true};
+      for (const Outcome& outcome : run_ranks(all_ranks(3), [&](int rank) {
+             Bootstrap bootstrap(directory.path(), "job", rank, 3, kPatient);
+             if (rank == absent) {
+               require(wait_until([&] { return failed == 2; }), "nobody has failed");
+               return;
+             }
+             const Outcome gather = outcome_of([&] { bootstrap.all_gather<int>({rank}, kTimeout); });
+             ++failed;
+             require(gather.status == EPX_ERROR_TIMEOUT, gather.message);
+             require(gather.message.find(fmt::format("rank {} of 3 never came", absent)) != std::string::npos,
+                     gather.message);
+             if (gather.elapsed > promise(kTimeout)) in_time = false;
+           }))
+        CHECK_MESSAGE(outcome.status == EPX_SUCCESS, outcome.message);
+      return in_time.load();
+    });
   }
 }
 
