@@ -45,6 +45,10 @@ const char* name_of(epx_moe_op op) {
     return "epx_moe_quantise_swiglu";
   case EPX_MOE_OP_QUANTISE_SWIGLU_BWD:
     return "epx_moe_quantise_swiglu_bwd";
+  case EPX_MOE_OP_FFN_FP8:
+    return "epx_moe_ffn_fp8";
+  case EPX_MOE_OP_FFN_FP8_BWD:
+    return "epx_moe_ffn_fp8_bwd";
   }
   return "a call";
 }
@@ -75,6 +79,8 @@ std::string describe(const ErrorRecord& record) {
                        record.limit);
   case EPX_MOE_ERROR_ZONE_COUNT:
     return fmt::format("counts[{}] is {}; its zone has {} rows", i, value, record.limit);
+  case EPX_MOE_ERROR_ZONE_ALIGNMENT:
+    return fmt::format("offsets[{}] is {}; products in FP8 take zones that begin at multiples of {}", i, value, record.limit);
   }
   return "an error of no known kind";
 }

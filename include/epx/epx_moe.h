@@ -77,7 +77,9 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
   EPX_MOE_OP_FFN_BWD = 10,
   EPX_MOE_OP_QUANTISE_ROWS = 11,
   EPX_MOE_OP_QUANTISE_SWIGLU = 12,
-  EPX_MOE_OP_QUANTISE_SWIGLU_BWD = 13
+  EPX_MOE_OP_QUANTISE_SWIGLU_BWD = 13,
+  EPX_MOE_OP_FFN_FP8 = 14,
+  EPX_MOE_OP_FFN_FP8_BWD = 15
 } epx_moe_op;
 
 /** What an error is, with the values that the report has, and what the call does about it.
@@ -92,7 +94,9 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - ROWS_NEEDED: value rows are needed, more than an INT32 can count; row_map is all -1, and offsets end at INT32_MAX.
  * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
  *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
- *   rows that they share hold the output of any of them. epx_moe_quantise_... may leave out any part of such zones. */
+ *   rows that they share hold the output of any of them. epx_moe_quantise_... may leave out any part of such zones.
+ * - ZONE_ALIGNMENT: offsets[i] = value is no multiple of `limit`, and its zone has rows. Tensor cores take such a zone for empty
+ *   in the gradients of weights. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -102,7 +106,8 @@ typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_COUNT = 5,
   EPX_MOE_ERROR_ROWS_NEEDED = 6,
   EPX_MOE_ERROR_OFFSET = 7,
-  EPX_MOE_ERROR_ZONE_COUNT = 8
+  EPX_MOE_ERROR_ZONE_COUNT = 8,
+  EPX_MOE_ERROR_ZONE_ALIGNMENT = 9
 } epx_moe_error_kind;
 
 /** What a record has. */
@@ -114,7 +119,8 @@ typedef struct epx_moe_errors_report {
   int64_t i;               /**< where in the tensor that the kind names; 0 with ROWS_NEEDED */
   int64_t j;               /**< the second index; 0 where the tensor has one dimension */
   int64_t value;           /**< what is there */
-  int64_t limit;           /**< EXPERT: num_experts; ROW, OFFSET: the rows; ZONE_COUNT: rows of the zone; else 0 */
+  int64_t limit;           /**< EXPERT: num_experts; ROW, OFFSET: the rows; ZONE_COUNT: rows of the zone; ZONE_ALIGNMENT: of
+                            * what offsets are multiples; else 0 */
   char message[256];       /**< the error in one sentence */
 } epx_moe_errors_report;
 
@@ -560,6 +566,95 @@ typedef struct epx_moe_quantise_swiglu_bwd_args {
 EPX_API epx_status epx_moe_quantise_swiglu_bwd(const epx_moe_quantise_swiglu_bwd_args* args);
 /** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_bwd_args* args, size_t* bytes);
+
+/** @} */
+
+/** @defgroup ffn_fp8 Grouped FFN in FP8
+ *
+ * The grouped FFN with SWIGLU whose products multiply FLOAT8_E4M3, as groups "Row formats" of epx.h and "Quantisers" define it:
+ * a scale for each 128 elements of a row, one for each 128 x 128 of a weight. H and F are multiples of 128, and N of 16. There
+ * are no biases. What is not quantised is *wide*: FLOAT32 on the host, BFLOAT16 on CUDA.
+ *
+ * The codes of each block of 128 elements are multiplied and summed by themselves; the sum times both scales is added to that of
+ * the blocks before it, in FLOAT32. On the host the dequantised elements are multiplied, in FLOAT32. The rows between the
+ * products, and the gradients of pre_act, are quantised with BLOCK128 and an amax_floor of 0. They are computed and quantised in
+ * FLOAT32 (epx_moe_quantise_swiglu).
+ *
+ * On CUDA all tensors but counts, offsets, recv_weights and grad_recv_weights are aligned to 16 bytes. A GPU of compute capability
+ * 9.0 multiplies on tensor cores, if the library was built with CUTLASS.
+ * @{ */
+
+/** Which of the experts' products multiply FLOAT8_E4M3. */
+typedef enum epx_moe_recipe EPX_ENUM_INT32 {
+  EPX_MOE_RECIPE_WIDE = 0, /**< none */
+  /** Those of the forward, and the gradients of rows. The gradients of weights are products of wide rows: of those received and
+   * of their gradients, both dequantised, and of the inner ones, which are not quantised for it. */
+  EPX_MOE_RECIPE_FP8_ACTIVATIONS = 1,
+  /** All. The gradients of weights multiply columns of the zones. Those of rows that were received in FP8 are quantised a second
+   * time (epx_moe_quantise_rows). Zones begin at multiples of 16, as with an alignment of 16: see EPX_MOE_ERROR_ZONE_ALIGNMENT. */
+  EPX_MOE_RECIPE_FP8 = 2
+} epx_moe_recipe;
+
+/** Weights of this rank's experts, gate and up stacked, as two calls of epx_moe_quantise_weights() make them of gate_up_weight
+ * and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32 or BFLOAT16. A forward looks at the
+ * first four, a backward at the others. */
+typedef struct epx_moe_fp8_params {
+  size_t struct_size;
+  const epx_tensor* gate_up_codes;             /**< [E_l, 2F, H] FLOAT8_E4M3, as all codes */
+  const epx_tensor* gate_up_scales;            /**< [E_l, 2F / 128, H / 128] FLOAT32, as all scales */
+  const epx_tensor* down_codes;                /**< [E_l, H, F] */
+  const epx_tensor* down_scales;               /**< [E_l, H / 128, F / 128] */
+  const epx_tensor* gate_up_transposed_codes;  /**< [E_l, H, 2F] */
+  const epx_tensor* gate_up_transposed_scales; /**< [E_l, H / 128, 2F / 128] */
+  const epx_tensor* down_transposed_codes;     /**< [E_l, F, H] */
+  const epx_tensor* down_transposed_scales;    /**< [E_l, F / 128, H / 128] */
+} epx_moe_fp8_params;
+
+/** Arguments of epx_moe_ffn_fp8(). */
+typedef struct epx_moe_ffn_fp8_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_moe_fp8_params* params; /**< [in] */
+  const epx_tensor* recv_tokens;    /**< [in]  [N, H] FLOAT8_E4M3, as epx_dispatch writes them with BLOCK128 */
+  const epx_tensor* recv_scales;    /**< [in]  [N, H / 128] FLOAT32: EPX_SCALES_ROWS */
+  const epx_tensor* counts;         /**< [in]  [E_l] INT32 or INT64, as epx_prepare returns them */
+  const epx_tensor* offsets;        /**< [in]  [E_l + 1], dtype of counts; offsets[E_l] <= N */
+  const epx_tensor* recv_weights;   /**< [in, optional] [N] FLOAT32: early weighting, as in epx_moe_ffn */
+  const epx_tensor* expert_out;     /**< [out] [N, H] wide; only the counts[e] rows of each zone are written */
+  const epx_tensor* pre_act;        /**< [out, optional] [N, 2F] (gate, then up) wide: what epx_moe_ffn_fp8_bwd needs */
+} epx_moe_ffn_fp8_args;
+
+/** expert_out[s] = down_e (w_s * silu(gate_e x_s) * (up_e x_s)), as epx_moe_ffn computes it. */
+EPX_API epx_status epx_moe_ffn_fp8(const epx_moe_ffn_config* config, const epx_moe_ffn_fp8_args* args);
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+EPX_API epx_status epx_moe_ffn_fp8_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_fp8_args* args,
+                                             size_t* bytes);
+
+/** Arguments of epx_moe_ffn_fp8_bwd(). */
+typedef struct epx_moe_ffn_fp8_bwd_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_moe_fp8_params* params;    /**< [in] */
+  const epx_tensor* recv_tokens;       /**< [in]  [N, H], as given to epx_moe_ffn_fp8; so are the next four */
+  const epx_tensor* recv_scales;       /**< [in]  [N, H / 128] */
+  const epx_tensor* counts;            /**< [in]  [E_l] */
+  const epx_tensor* offsets;           /**< [in]  [E_l + 1] */
+  const epx_tensor* recv_weights;      /**< [in, optional] [N] FLOAT32 */
+  const epx_tensor* pre_act;           /**< [in]  [N, 2F] as epx_moe_ffn_fp8 wrote it */
+  const epx_tensor* grad_expert_out;   /**< [in]  [N, H] FLOAT8_E4M3, as epx_combine_bwd writes them with BLOCK128 */
+  const epx_tensor* grad_scales;       /**< [in]  [N, H / 128] FLOAT32: EPX_SCALES_ROWS */
+  const epx_tensor* grad_recv;         /**< [out] [N, H] wide; rows as in expert_out */
+  const epx_tensor* grad_recv_weights; /**< [out, optional] [N] FLOAT32; only with recv_weights; rows as in expert_out */
+  const epx_moe_ffn_params* grads;     /**< [out] gate_up_weight and down_weight: FLOAT32 or wide; NULL: not wanted */
+  int32_t accumulate;                  /**< as in epx_moe_ffn_bwd */
+  epx_moe_recipe recipe;               /**< how grads are computed; not EPX_MOE_RECIPE_WIDE */
+} epx_moe_ffn_fp8_bwd_args;
+
+/** The gradients of epx_moe_ffn_fp8. They pass straight through its quantisers. */
+EPX_API epx_status epx_moe_ffn_fp8_bwd(const epx_moe_ffn_config* config, const epx_moe_ffn_fp8_bwd_args* args);
+/** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
+EPX_API epx_status epx_moe_ffn_fp8_bwd_workspace(const epx_moe_ffn_config* config, const epx_moe_ffn_fp8_bwd_args* args,
+                                                 size_t* bytes);
 
 /** @} */
 

@@ -253,6 +253,63 @@ struct FfnBwdArgs {
   bool accumulate = false;
 };
 
+// ---- Grouped FFN in FP8 ----------------------------------------------------------------------------------------------
+
+// An epx_moe_fp8_params that holds its tensors. A forward needs the first four, a backward the others.
+struct Fp8Params {
+  ConstTensor gate_up_codes = {};
+  ConstTensor gate_up_scales = {};
+  ConstTensor down_codes = {};
+  ConstTensor down_scales = {};
+  ConstTensor gate_up_transposed_codes = {};
+  ConstTensor gate_up_transposed_scales = {};
+  ConstTensor down_transposed_codes = {};
+  ConstTensor down_transposed_scales = {};
+
+  // Points to the tensors here.
+  epx_moe_fp8_params c_params() const noexcept {
+    return {sizeof(epx_moe_fp8_params),
+            gate_up_codes.get(),
+            gate_up_scales.get(),
+            down_codes.get(),
+            down_scales.get(),
+            gate_up_transposed_codes.get(),
+            gate_up_transposed_scales.get(),
+            down_transposed_codes.get(),
+            down_transposed_scales.get()};
+  }
+};
+
+struct FfnFp8Args {
+  const epx_moe_cuda* cuda = nullptr;
+  Fp8Params params = {};
+  ConstTensor recv_tokens = {};
+  ConstTensor recv_scales = {};
+  ConstTensor counts = {};
+  ConstTensor offsets = {};
+  ConstTensor recv_weights = {}; // optional
+  Tensor expert_out = {};
+  Tensor pre_act = {}; // optional
+};
+
+struct FfnFp8BwdArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  Fp8Params params = {};
+  ConstTensor recv_tokens = {};
+  ConstTensor recv_scales = {};
+  ConstTensor counts = {};
+  ConstTensor offsets = {};
+  ConstTensor recv_weights = {}; // optional
+  ConstTensor pre_act = {};
+  ConstTensor grad_expert_out = {};
+  ConstTensor grad_scales = {};
+  Tensor grad_recv = {};
+  Tensor grad_recv_weights = {}; // optional
+  FfnGrads grads = {};           // gate_up_weight and down_weight
+  bool accumulate = false;
+  epx_moe_recipe recipe = EPX_MOE_RECIPE_FP8;
+};
+
 // ---- Quantisers ------------------------------------------------------------------------------------------------------
 
 struct QuantiseRowsArgs {
@@ -409,6 +466,39 @@ inline epx_moe_ffn_bwd_args c_call(const FfnBwdArgs& args, const epx_moe_ffn_par
   call.grad_recv_weights = args.grad_recv_weights.get();
   call.grads = &grads;
   call.accumulate = args.accumulate ? 1 : 0;
+  return call;
+}
+
+inline epx_moe_ffn_fp8_args c_call(const FfnFp8Args& args, const epx_moe_fp8_params& params) noexcept {
+  auto call = c_args<epx_moe_ffn_fp8_args>(args);
+  call.params = &params;
+  call.recv_tokens = args.recv_tokens.get();
+  call.recv_scales = args.recv_scales.get();
+  call.counts = args.counts.get();
+  call.offsets = args.offsets.get();
+  call.recv_weights = args.recv_weights.get();
+  call.expert_out = args.expert_out.get();
+  call.pre_act = args.pre_act.get();
+  return call;
+}
+
+inline epx_moe_ffn_fp8_bwd_args c_call(const FfnFp8BwdArgs& args, const epx_moe_fp8_params& params,
+                                       const epx_moe_ffn_params& grads) noexcept {
+  auto call = c_args<epx_moe_ffn_fp8_bwd_args>(args);
+  call.params = &params;
+  call.recv_tokens = args.recv_tokens.get();
+  call.recv_scales = args.recv_scales.get();
+  call.counts = args.counts.get();
+  call.offsets = args.offsets.get();
+  call.recv_weights = args.recv_weights.get();
+  call.pre_act = args.pre_act.get();
+  call.grad_expert_out = args.grad_expert_out.get();
+  call.grad_scales = args.grad_scales.get();
+  call.grad_recv = args.grad_recv.get();
+  call.grad_recv_weights = args.grad_recv_weights.get();
+  call.grads = &grads;
+  call.accumulate = args.accumulate ? 1 : 0;
+  call.recipe = args.recipe;
   return call;
 }
 
@@ -594,6 +684,36 @@ inline void ffn_bwd(const epx_moe_ffn_config& config, const FfnBwdArgs& args) {
   const auto call = detail::c_call(args, params, grads);
   size_t bytes = 0;
   require_success(epx_moe_ffn_bwd_workspace(&config, &call, &bytes), "epx_moe_ffn_bwd_workspace");
+  return bytes;
+}
+
+inline void ffn_fp8(const epx_moe_ffn_config& config, const FfnFp8Args& args) {
+  const epx_moe_fp8_params params = args.params.c_params();
+  const auto call = detail::c_call(args, params);
+  require_success(epx_moe_ffn_fp8(&config, &call), "epx_moe_ffn_fp8");
+}
+
+[[nodiscard]] inline size_t ffn_fp8_workspace(const epx_moe_ffn_config& config, const FfnFp8Args& args) {
+  const epx_moe_fp8_params params = args.params.c_params();
+  const auto call = detail::c_call(args, params);
+  size_t bytes = 0;
+  require_success(epx_moe_ffn_fp8_workspace(&config, &call, &bytes), "epx_moe_ffn_fp8_workspace");
+  return bytes;
+}
+
+inline void ffn_fp8_bwd(const epx_moe_ffn_config& config, const FfnFp8BwdArgs& args) {
+  const epx_moe_fp8_params params = args.params.c_params();
+  const epx_moe_ffn_params grads = args.grads.c_params();
+  const auto call = detail::c_call(args, params, grads);
+  require_success(epx_moe_ffn_fp8_bwd(&config, &call), "epx_moe_ffn_fp8_bwd");
+}
+
+[[nodiscard]] inline size_t ffn_fp8_bwd_workspace(const epx_moe_ffn_config& config, const FfnFp8BwdArgs& args) {
+  const epx_moe_fp8_params params = args.params.c_params();
+  const epx_moe_ffn_params grads = args.grads.c_params();
+  const auto call = detail::c_call(args, params, grads);
+  size_t bytes = 0;
+  require_success(epx_moe_ffn_fp8_bwd_workspace(&config, &call, &bytes), "epx_moe_ffn_fp8_bwd_workspace");
   return bytes;
 }
 

@@ -99,6 +99,15 @@ Float16::operator float() const {
   return (bits & 0x8000) != 0 ? -magnitude : magnitude;
 }
 
+E4m3::operator float() const {
+  const int exponent = code >> 3 & 15;
+  const int fraction = code & 7;
+  float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
+                                  : std::ldexp(static_cast<float>(8 + fraction), exponent - 10);
+  if ((code & 0x7f) == 0x7f) magnitude = NAN;
+  return (code & 0x80) != 0 ? -magnitude : magnitude;
+}
+
 void require_ok(epx_status status, const char* call) {
   if (status == EPX_SUCCESS) return;
   throw std::runtime_error(std::string(call) + " returned " + epx_status_string(status) + ": " + epx_last_error());

@@ -42,6 +42,14 @@ struct Float16 {
   explicit Float16(double value);
   operator float() const;
 };
+// A code of FLOAT8_E4M3.
+struct E4m3 {
+  uint8_t code = 0;
+
+  operator float() const;
+};
+template <>
+inline constexpr epx_dtype kDtype<E4m3> = EPX_FLOAT8_E4M3;
 template <>
 inline constexpr epx_dtype kDtype<Bfloat16> = EPX_BFLOAT16;
 template <>
@@ -182,6 +190,17 @@ std::string difference(const Tensor<T>& actual, const Tensor<T>& expected);
 // Does the same, but allows |actual - expected| <= tolerance * max(scale, |expected|). A NaN equals nothing.
 template <typename T>
 std::string difference(const Tensor<T>& actual, const Tensor<T>& expected, double tolerance, double scale = 0);
+
+// The norm of the difference, relative to that of what is expected.
+template <typename A, typename B>
+double relative_error(const Tensor<A>& actual, const Tensor<B>& expected) {
+  double error = 0, norm = 0;
+  for (int64_t i = 0; i < expected.count(); ++i) {
+    error += std::pow(static_cast<double>(actual[i]) - static_cast<double>(expected[i]), 2);
+    norm += std::pow(static_cast<double>(expected[i]), 2);
+  }
+  return std::sqrt(norm == 0 ? error : error / norm);
+}
 
 double dot(const Tensor<double>& a, const Tensor<double>& b);
 double max_abs(const Tensor<double>& tensor);

@@ -5,6 +5,8 @@
 #include <iterator>
 
 #include "moe/cuda/cuda_call.h"
+#include "moe/ffn/cuda/fp8_ops.h"
+#include "moe/ffn/cuda/kernels.h"
 #include "moe/ffn/workspace.h"
 
 namespace epx::moe::cuda {
@@ -53,6 +55,23 @@ private:
   bool is_needed_;
 };
 
+// Throws unless the tensors of a call in FP8 are memory of the device, aligned for TMA.
+void require_fp8_memory(const CudaCall& call, std::initializer_list<NamedTensor> tensors) {
+  for (const NamedTensor& named : tensors) {
+    call.require_memory(named.tensor, named.name);
+    call.require_aligned(named.tensor, named.name, kTmaAlignment);
+  }
+}
+
+template <typename Call>
+void enqueue_fp8(const FfnShape& shape, const Call& fp8, const RowZones& zones, int64_t zone_alignment,
+                 const CudaCall& call) {
+  call.require_launched(launch_check_zones({zones.counts, zones.offsets, zones.num_zones, zones.num_rows}, call.errors(),
+                                           call.target(), zone_alignment));
+  auto* const scratch = static_cast<std::byte*>(call.workspace());
+  run(shape, fp8, CudaFp8Ops(zones, fp8_products_workspace(shape, zones.num_rows, scratch), call), scratch);
+}
+
 } // namespace
 
 CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_args& args) {
@@ -96,6 +115,52 @@ CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   alignment.require(args.grad_recv, "grad_recv");
   alignment.require_weights(args.grads, "grads");
   return call;
+}
+
+CudaCall make_call(const epx_moe_ffn_fp8_args& args, size_t workspace_bytes) {
+  CudaCall call(*args.cuda, EPX_MOE_OP_FFN_FP8, workspace_bytes,
+                {{args.counts, "counts"}, {args.offsets, "offsets"}, {args.recv_weights, "recv_weights"}});
+  require_fp8_memory(call, {{args.params->gate_up_codes, "params.gate_up_codes"},
+                            {args.params->gate_up_scales, "params.gate_up_scales"},
+                            {args.params->down_codes, "params.down_codes"},
+                            {args.params->down_scales, "params.down_scales"},
+                            {args.recv_tokens, "recv_tokens"},
+                            {args.recv_scales, "recv_scales"},
+                            {args.expert_out, "expert_out"},
+                            {args.pre_act, "pre_act"}});
+  return call;
+}
+
+CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, size_t workspace_bytes) {
+  CudaCall call(*args.cuda, EPX_MOE_OP_FFN_FP8_BWD, workspace_bytes,
+                {{args.counts, "counts"},
+                 {args.offsets, "offsets"},
+                 {args.recv_weights, "recv_weights"},
+                 {args.grad_recv_weights, "grad_recv_weights"}});
+  const epx_moe_ffn_params* const grads = args.grads;
+  require_fp8_memory(call, {{args.params->gate_up_transposed_codes, "params.gate_up_transposed_codes"},
+                            {args.params->gate_up_transposed_scales, "params.gate_up_transposed_scales"},
+                            {args.params->down_transposed_codes, "params.down_transposed_codes"},
+                            {args.params->down_transposed_scales, "params.down_transposed_scales"},
+                            {args.recv_tokens, "recv_tokens"},
+                            {args.recv_scales, "recv_scales"},
+                            {args.pre_act, "pre_act"},
+                            {args.grad_expert_out, "grad_expert_out"},
+                            {args.grad_scales, "grad_scales"},
+                            {args.grad_recv, "grad_recv"},
+                            {grads != nullptr ? grads->gate_up_weight : nullptr, "grads.gate_up_weight"},
+                            {grads != nullptr ? grads->down_weight : nullptr, "grads.down_weight"}});
+  return call;
+}
+
+void enqueue(const FfnShape& shape, const Fp8Forward& forward, const RowZones& zones, int64_t zone_alignment,
+             const CudaCall& call) {
+  enqueue_fp8(shape, forward, zones, zone_alignment, call);
+}
+
+void enqueue(const FfnShape& shape, const Fp8Backward& backward, const RowZones& zones, int64_t zone_alignment,
+             const CudaCall& call) {
+  enqueue_fp8(shape, backward, zones, zone_alignment, call);
 }
 
 } // namespace epx::moe::cuda

@@ -4,6 +4,7 @@
 
 #include "moe/cuda/cuda_call.h"
 #include "moe/ffn/ffn.h"
+#include "moe/ffn/fp8/fp8_ffn.h"
 
 namespace epx::moe::cuda {
 
@@ -13,6 +14,14 @@ CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args);
 // Without expert_out only pre_act is computed.
 void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ffn_args& args, const CudaCall& call);
 void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const epx_moe_ffn_bwd_args& args,
+             const CudaCall& call);
+
+// In FP8. The workspace has so many bytes, and zones that have rows begin at multiples of so many.
+CudaCall make_call(const epx_moe_ffn_fp8_args& args, size_t workspace_bytes);
+CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, size_t workspace_bytes);
+void enqueue(const FfnShape& shape, const Fp8Forward& forward, const RowZones& zones, int64_t zone_alignment,
+             const CudaCall& call);
+void enqueue(const FfnShape& shape, const Fp8Backward& backward, const RowZones& zones, int64_t zone_alignment,
              const CudaCall& call);
 
 } // namespace epx::moe::cuda

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads) bias_grad_kernel(const __grid_consta
 
 // One thread looks at one zone: that it begins where or behind where the one before ends, and lies within the rows.
 __global__ void __launch_bounds__(kThreads)
-    check_zones_kernel(const __grid_constant__ DeviceZones zones, ErrorSink errors) {
+    check_zones_kernel(const __grid_constant__ DeviceZones zones, int64_t alignment, ErrorSink errors) {
   const int e = static_cast<int>(blockIdx.x * kThreads + threadIdx.x);
   if (e > zones.num_experts) return;
   const int64_t first = zones.offsets[e];
@@ -222,6 +222,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t count = zones.counts[e];
   const int64_t rows = zones.offsets[e + 1] - first;
   if (count < 0 || count > rows) report(errors, EPX_MOE_ERROR_ZONE_COUNT, e, 0, count, rows);
+  if (count > 0 && first % alignment != 0) report(errors, EPX_MOE_ERROR_ZONE_ALIGNMENT, e, 0, first, alignment);
 }
 
 // Elements that fill 16 bytes.
@@ -246,10 +247,11 @@ std::vector<const void*> ffn_kernels(epx_dtype dtype) {
   });
 }
 
-cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors, const LaunchTarget& target) {
+cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors, const LaunchTarget& target,
+                               int64_t alignment) {
   if (errors.record == nullptr) return cudaSuccess;
   const epx::cuda::Grid grid{(zones.num_experts + kThreads) / kThreads, kThreads};
-  return epx::cuda::launch(&check_zones_kernel, grid, stream_of(target), zones, errors);
+  return epx::cuda::launch(&check_zones_kernel, grid, stream_of(target), zones, alignment, errors);
 }
 
 cudaError_t launch_activate(const Activate& call, const LaunchTarget& target) {

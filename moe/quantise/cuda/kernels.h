@@ -4,8 +4,10 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "moe/cuda/launch_target.h"
+#include "moe/quantise/dequantise.h"
 #include "moe/quantise/rows.h"
 #include "moe/quantise/swiglu.h"
 #include "moe/quantise/weights.h"
@@ -21,5 +23,13 @@ int launch_quantise_swiglu(const QuantiseSwiglu& call, const LaunchTarget& targe
 int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget& target);
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target);
+
+// Rows of FLOAT32 or BFLOAT16 are aligned to kQuantiseAlignment.
+int launch_dequantise_rows(const DequantiseRows& call, const LaunchTarget& target);
+
+// The kernels that a block with a recipe in FP8 launches, whose wide rows are BFLOAT16.
+std::vector<const void*> block_quantise_rows_kernels();
+std::vector<const void*> block_quantise_swiglu_kernels();
+std::vector<const void*> block_dequantise_rows_kernels();
 
 } // namespace epx::moe::cuda

@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/warps.cuh"
 #include "moe/quantise/cuda/kernels.h"
@@ -43,6 +44,10 @@ int launch_quantise_rows(const QuantiseRows& call, const LaunchTarget& target) {
   if (call.dtype == EPX_FLOAT16) return launch_rows<__half>(call, target);
   if (call.dtype == EPX_BFLOAT16) return launch_rows<__nv_bfloat16>(call, target);
   return launch_rows<float>(call, target);
+}
+
+std::vector<const void*> block_quantise_rows_kernels() {
+  return epx::cuda::addresses_of(&quantise_rows_kernel<__nv_bfloat16>, &quantise_rows_kernel<formats::E4M3>);
 }
 
 } // namespace epx::moe::cuda

@@ -4,6 +4,7 @@
 // Each warp adds up its rows' parts of grad_recv_weights, and a kernel of its own adds the parts of the tiles in their order.
 #include <cuda_bf16.h>
 
+#include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/warps.cuh"
 #include "moe/ffn/activation.h"
@@ -129,6 +130,11 @@ int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget
   if (error != cudaSuccess || call.grad_recv_weights == nullptr) return error;
   return epx::cuda::launch(&add_tile_sums_kernel, grid_of_warps((call.zones.num_rows + kWarp - 1) / kWarp, target),
                            stream_of(target), call);
+}
+
+std::vector<const void*> block_quantise_swiglu_kernels() {
+  return epx::cuda::addresses_of(&quantise_swiglu_kernel<__nv_bfloat16>, &quantise_swiglu_bwd_kernel<__nv_bfloat16>,
+                                 &add_tile_sums_kernel);
 }
 
 } // namespace epx::moe::cuda
