@@ -40,4 +40,16 @@ constexpr const char* name_of(epx_moe_weighting weighting) {
   return "unknown weighting";
 }
 
+constexpr const char* name_of(epx_moe_recipe recipe) {
+  switch (recipe) {
+  case EPX_MOE_RECIPE_WIDE:
+    return "wide";
+  case EPX_MOE_RECIPE_FP8_ACTIVATIONS:
+    return "fp8_activations";
+  case EPX_MOE_RECIPE_FP8:
+    return "fp8";
+  }
+  return "unknown recipe";
+}
+
 } // namespace epx

@@ -708,6 +708,12 @@ typedef struct epx_moe_block_config {
    * are NULL, its scale_layout ROWS. dtype is not FLOAT64; H is even with NV. All other rows stay wide: those of combine
    * and of the backward, whose gradients pass straight through the quantiser. */
   const epx_row_format* dispatch_format;
+  /** Which products of the experts are in FP8 (group "Grouped FFN in FP8"). Default WIDE. In the others rows travel to their
+   * experts in FP8 and arrive so: tokens with BLOCK128 and its default floor, the gradients of combine with a floor of 0. What
+   * travels home is in `dtype`. The activation is SWIGLU, the weighting EARLY, H and F are multiples of 128, dtype is FLOAT32 on
+   * the host and BFLOAT16 on GPUs, and dispatch_format is NULL. With FP8 `alignment` is a multiple of 16. */
+  epx_moe_recipe recipe;
+  int32_t reserved0;   /**< 0 */
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 
@@ -718,13 +724,15 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_
  *
  * Another block of the group fits into the arena where it needs no more than `block` of each of four kinds of memory, in
  * bytes. The arena's max_rows takes the place of R there. The four kinds:
- * - Rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out.
- * - Rows that peers reach for all flights: the gradients of these three, whatever the weighting.
+ * - Rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out. With a recipe in
+ *   FP8 recv_tokens take a byte for an element, and 4 bytes for 128 elements.
+ * - Rows that peers reach for all flights: the gradients of these three, whatever the weighting. That of expert_out takes what
+ *   recv_tokens take.
  * - Memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1.
  * - Workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the
  *   calls.
  *
- * The FFN's inner rows have 2F elements with SWIGLU, else F. So dtype, H, F, K, activation, weighting and recompute
+ * The FFN's inner rows have 2F elements with SWIGLU, else F. So dtype, H, F, K, activation, weighting, recompute and recipe
  * decide. Score, alignment and the like do not matter, except that a load-balance loss needs a little workspace on a GPU.
  * Kinds do not stand in for each other: an arena for a block that recomputes takes none that does not, nor the other way
  * round. */
@@ -813,11 +821,13 @@ typedef struct epx_moe_block_fwd_args {
   const epx_tensor* logits; /**< [in]  [T, E] real (CUDA: or BFLOAT16): the gate's, router_weight * token for instance */
   const epx_tensor* selection_bias; /**< [in, optional] [E] real */
   const epx_tensor* token_mask;     /**< [in, optional] [T] UINT8: 0 masks the token; its output is 0 */
-  const epx_moe_ffn_params* params; /**< [in] as of epx_moe_ffn, with the block's dtype for recv_tokens */
-  const epx_tensor* out;            /**< [out] [T, H] dtype of the block */
-  const epx_tensor* topk_idx;       /**< [out, optional] [T, K] INT32 or INT64 */
-  const epx_tensor* topk_weights;   /**< [out, optional] [T, K] real */
-  const epx_tensor* global_counts;  /**< [out, optional] [P, E] INT32 or INT64 */
+  /** [in] as of epx_moe_ffn, with the block's dtype for recv_tokens; NULL with a recipe in FP8 */
+  const epx_moe_ffn_params* params;
+  const epx_moe_fp8_params* fp8_params; /**< [in] iff the block's recipe is in FP8 */
+  const epx_tensor* out;                /**< [out] [T, H] dtype of the block */
+  const epx_tensor* topk_idx;           /**< [out, optional] [T, K] INT32 or INT64 */
+  const epx_tensor* topk_weights;       /**< [out, optional] [T, K] real */
+  const epx_tensor* global_counts;      /**< [out, optional] [P, E] INT32 or INT64 */
   const epx_tensor* info; /**< [out, optional] [3] INT64, as of epx_moe_router: bad tokens are treated as masked ones */
 } epx_moe_block_fwd_args;
 
@@ -831,16 +841,17 @@ EPX_API epx_status epx_moe_block_fwd(epx_moe_block block, const epx_moe_block_fw
 /** Arguments of epx_moe_block_bwd(). */
 typedef struct epx_moe_block_bwd_args {
   size_t struct_size;
-  const epx_moe_cuda* cuda;         /**< as in the forward */
-  int32_t flight;                   /**< of a forward of this block */
-  const epx_moe_ffn_params* params; /**< [in] */
-  const epx_tensor* grad_out;       /**< [in]  [T, H] dtype of the block */
-  double aux_loss_grad;             /**< as in epx_moe_router_bwd */
+  const epx_moe_cuda* cuda;             /**< as in the forward */
+  int32_t flight;                       /**< of a forward of this block */
+  const epx_moe_ffn_params* params;     /**< [in] as in the forward */
+  const epx_moe_fp8_params* fp8_params; /**< [in] likewise */
+  const epx_tensor* grad_out;           /**< [in]  [T, H] dtype of the block */
+  double aux_loss_grad;                 /**< as in epx_moe_router_bwd */
   /** [out] [T, H] dtype of the block: the gradient through the experts only; the caller adds the gradient through the
    * logits. */
   const epx_tensor* grad_tokens;
   const epx_tensor* grad_logits;   /**< [out] [T, E] dtype of the forward's logits */
-  const epx_moe_ffn_params* grads; /**< [out] as in epx_moe_ffn_bwd */
+  const epx_moe_ffn_params* grads; /**< [out] as in epx_moe_ffn_bwd, or epx_moe_ffn_fp8_bwd */
   int32_t accumulate;              /**< as in epx_moe_ffn_bwd */
 } epx_moe_block_bwd_args;
 

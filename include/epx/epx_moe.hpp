@@ -753,7 +753,8 @@ struct BlockFwdArgs {
   ConstTensor logits = {};
   ConstTensor selection_bias = {}; // optional, as is the next
   ConstTensor token_mask = {};
-  FfnParams params = {};
+  FfnParams params = {};                    // unless fp8_params are given
+  std::optional<Fp8Params> fp8_params = {}; // iff the block's recipe is in FP8
   Tensor out = {};
   Tensor topk_idx = {}; // optional, as all that follow
   Tensor topk_weights = {};
@@ -764,7 +765,8 @@ struct BlockFwdArgs {
 struct BlockBwdArgs {
   const epx_moe_cuda* cuda = nullptr;
   int32_t flight = 0;
-  FfnParams params = {};
+  FfnParams params = {}; // as in the forward, and so is the next
+  std::optional<Fp8Params> fp8_params = {};
   ConstTensor grad_out = {};
   double aux_loss_grad = 0;
   Tensor grad_tokens = {};
@@ -825,13 +827,18 @@ public:
   // Collective, as is bwd.
   void fwd(const BlockFwdArgs& args) const {
     const epx_moe_ffn_params params = args.params.c_params();
+    const Fp8Params fp8 = args.fp8_params.value_or(Fp8Params());
+    const epx_moe_fp8_params fp8_params = fp8.c_params();
     auto call = detail::c_args<epx_moe_block_fwd_args>(args);
     call.flight = args.flight;
     call.tokens = args.tokens.get();
     call.logits = args.logits.get();
     call.selection_bias = args.selection_bias.get();
     call.token_mask = args.token_mask.get();
-    call.params = &params;
+    if (args.fp8_params)
+      call.fp8_params = &fp8_params;
+    else
+      call.params = &params;
     call.out = args.out.get();
     call.topk_idx = args.topk_idx.get();
     call.topk_weights = args.topk_weights.get();
@@ -842,9 +849,14 @@ public:
 
   void bwd(const BlockBwdArgs& args) const {
     const epx_moe_ffn_params params = args.params.c_params(), grads = args.grads.c_params();
+    const Fp8Params fp8 = args.fp8_params.value_or(Fp8Params());
+    const epx_moe_fp8_params fp8_params = fp8.c_params();
     auto call = detail::c_args<epx_moe_block_bwd_args>(args);
     call.flight = args.flight;
-    call.params = &params;
+    if (args.fp8_params)
+      call.fp8_params = &fp8_params;
+    else
+      call.params = &params;
     call.grad_out = args.grad_out.get();
     call.aux_loss_grad = args.aux_loss_grad;
     call.grad_tokens = args.grad_tokens.get();

@@ -159,6 +159,8 @@ constexpr std::array kBlockMembers = {
     may_differ<&BlockConfig::max_tokens_per_rank>(), // not used: the group has it
     may_differ<&BlockConfig::recompute>(),           // the results have the same bits, and peers reach the same memory
     may_differ<&BlockConfig::dispatch_format>(),     // whose members are compared
+    agreed<&BlockConfig::recipe>("recipe"),
+    may_differ<&BlockConfig::reserved0>(),
     may_differ<&BlockConfig::reserved>(),
 };
 

@@ -57,7 +57,7 @@ Block::Block(epx_group group, const epx_moe_block_config& config, Arena* shared)
       arena_bytes(footprint_of(*path_, num_rows_), config.max_in_flight); // refuses what is too large for any arena
     if (path_->plan().is_on_gpu())
       enqueue_on_cuda([&](auto) {
-        cuda::load_block_kernels(path_->plan().dtype);
+        cuda::load_block_kernels(path_->plan().dtype, path_->plan().is_fp8());
         auto record = std::make_unique<epx_moe_errors_s>();
         record->record = make_error_record();
         errors_.reset(record.release());

@@ -1,27 +1,43 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
 
 #include "moe/block/exchange.h"
+#include "moe/block/group.h"
 #include "moe/block/path.h"
 #include "moe/ffn/calls.h"
+#include "moe/ffn/fp8/calls.h"
 #include "moe/ffn/workspace.h"
 
 namespace epx::moe {
 namespace {
 
+// Rows that travel to their experts, with their scales where they arrive in FP8.
+struct TravelledRows {
+  TravelledRows() = default;
+  TravelledRows(const BlockPlan& plan, int64_t num_rows, Carver& memory)
+      : rows(memory.take(plan.is_fp8() ? EPX_FLOAT8_E4M3 : plan.dtype, {num_rows, plan.ffn.hidden})),
+        scales(plan.is_fp8() ? memory.take(EPX_FLOAT32, {num_rows, plan.ffn.hidden / kQuantiseBlock}) : Tensor()) {}
+
+  Tensor rows;   // [N, H]
+  Tensor scales; // [N, H / 128] or none
+};
+
 // The tensors of a call. Peers reach the rows, their weights and the gradients of both.
 struct DispatchTensors {
   DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int64_t num_rows, CallMemory& memory);
 
-  // Shared by all flights. With early weighting the backward does not read expert_out, which then is grad_expert_out.
-  Tensor grad_expert_out, grad_recv; // [N, H] dtype
-  Tensor grad_recv_weights;          // [N] real
-  // Of the flight.
-  Tensor recv_tokens, expert_out; // [N, H] dtype
-  Tensor recv_weights;            // [N] real
+  // Shared by all flights.
+  TravelledRows grad_expert_out; // [N, H]
+  Tensor grad_recv;              // [N, H] dtype
+  Tensor grad_recv_weights;      // [N] real
+  // Of the flight. With early weighting the backward does not read expert_out, which then is grad_recv.
+  TravelledRows recv_tokens; // [N, H]
+  Tensor expert_out;         // [N, H] dtype
+  Tensor recv_weights;       // [N] real
   std::byte* handle_mem;
   size_t handle_mem_bytes;
   Tensor counts, offsets; // [E_l], [E_l + 1] INT32
@@ -31,7 +47,7 @@ struct DispatchTensors {
 DispatchTensors::DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int64_t num_rows, CallMemory& memory)
     : handle_mem_bytes(handle_bytes) {
   const Shape rows = {num_rows, plan.ffn.hidden};
-  recv_tokens = memory.flight_window.take(plan.dtype, rows);
+  recv_tokens = TravelledRows(plan, num_rows, memory.flight_window);
   if (!plan.is_early) expert_out = memory.flight_window.take(plan.dtype, rows);
   recv_weights = memory.flight_window.take(plan.real, {num_rows});
   handle_mem = memory.flight_local.take_bytes(static_cast<int64_t>(handle_bytes));
@@ -39,11 +55,39 @@ DispatchTensors::DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int
   offsets = memory.flight_local.take(EPX_INT32, {plan.ffn.num_experts + 1});
   Carver& inner = plan.recomputes ? memory.shared_local : memory.flight_local;
   pre_act = inner.take(plan.dtype, {num_rows, plan.ffn.pre_act()});
-  grad_expert_out = memory.shared_window.take(plan.dtype, rows);
+  grad_expert_out = TravelledRows(plan, num_rows, memory.shared_window);
   grad_recv = memory.shared_window.take(plan.dtype, rows);
   grad_recv_weights = memory.shared_window.take(plan.real, {num_rows});
-  if (plan.is_early) expert_out = grad_expert_out;
+  if (plan.is_early) expert_out = grad_recv;
 }
+
+// The format in which rows travel, with the scales that arrive, if they do; NULL where rows travel as they are.
+class Format {
+public:
+  // Of tokens.
+  Format(const BlockPlan& plan, const TravelledRows& to) : format_(plan.dispatch_format) {
+    if (plan.is_fp8()) set_fp8(to);
+  }
+  // Of gradients.
+  static Format of_gradients(const BlockPlan& plan, const TravelledRows& to) {
+    Format format;
+    if (!plan.is_fp8()) return format;
+    format.set_fp8(to);
+    format.format_->amax_floor = 0;
+    return format;
+  }
+
+  const epx_row_format* get() const { return format_ ? &*format_ : nullptr; }
+
+private:
+  Format() = default;
+  void set_fp8(const TravelledRows& to) {
+    throw_if_failed(epx_row_format_init(&format_.emplace(), EPX_SCALING_BLOCK128));
+    format_->recv_scales = to.scales.get();
+  }
+
+  std::optional<epx_row_format> format_;
+};
 
 class DispatchPath final : public BlockPath {
 public:
@@ -58,16 +102,26 @@ public:
 
   int64_t workspace_bytes(int64_t num_rows) const override {
     if (!plan().is_on_gpu()) return 0; // the host's functions have their own
-    return static_cast<int64_t>(std::max(ffn_fwd_bytes(plan().ffn, plan().dtype, num_rows, !plan().recomputes),
-                                         ffn_bwd_bytes(plan().ffn, plan().dtype, num_rows)));
+    const BlockPlan& p = plan();
+    const bool has_pre_act = !p.recomputes;
+    if (p.is_fp8())
+      return static_cast<int64_t>(std::max(fp8_fwd_bytes(p.ffn, p.dtype, rows_of(num_rows), has_pre_act),
+                                           fp8_bwd_bytes(p.ffn, p.dtype, rows_of(num_rows), p.recipe)));
+    return static_cast<int64_t>(
+        std::max(ffn_fwd_bytes(p.ffn, p.dtype, num_rows, has_pre_act), ffn_bwd_bytes(p.ffn, p.dtype, num_rows)));
   }
 
   void forward(const PathCall& call, const epx_moe_block_fwd_args& args, const RunInOrder& run) override;
   void backward(const PathCall& call, const epx_moe_block_bwd_args& args, const RunInOrder& run) override;
 
 private:
+  // The rows that tensors have: products in FP8 take multiples of kFp8ZoneAlignment.
+  int64_t rows_of(int64_t num_rows) const {
+    if (!plan().is_fp8()) return num_rows;
+    return (num_rows + kFp8ZoneAlignment - 1) / kFp8ZoneAlignment * kFp8ZoneAlignment;
+  }
   DispatchTensors tensors(int64_t num_rows, CallMemory& memory) const {
-    return {plan(), exchange_->handle_mem_bytes(), num_rows, memory};
+    return {plan(), exchange_->handle_mem_bytes(), rows_of(num_rows), memory};
   }
 
   // The tensor where weights are applied late, or early; else NULL.
@@ -87,27 +141,105 @@ private:
   }
 
   // Args with what those of all calls of the FFN have.
-  template <typename Args>
-  static Args ffn_args(const PathCall& call, const epx_moe_ffn_params* params, const DispatchTensors& mine) {
+  template <typename Args, typename Params>
+  static Args ffn_args(const PathCall& call, const Params* params, const DispatchTensors& mine) {
     auto args = call.place.make_args<Args>();
     args.params = params;
-    args.recv_tokens = mine.recv_tokens.get();
+    args.recv_tokens = mine.recv_tokens.rows.get();
     args.counts = mine.counts.get();
     args.offsets = mine.offsets.get();
     return args;
+  }
+  template <typename Args>
+  static Args fp8_args(const PathCall& call, const epx_moe_fp8_params* params, const DispatchTensors& mine) {
+    auto args = ffn_args<Args>(call, params, mine);
+    args.recv_scales = mine.recv_tokens.scales.get();
+    return args;
+  }
+
+  // Check what the experts are going to compute, and return what computes it while `mine` lives.
+  using Compute = std::function<void()>;
+  Compute experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args, const DispatchTensors& mine) const;
+  Compute experts_again(const PathCall& call, const epx_moe_block_bwd_args& args, const DispatchTensors& mine) const;
+  Compute experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args, const DispatchTensors& mine) const;
+
+  template <typename Checked>
+  static Compute computing(Checked&& checked) {
+    return [checked = std::forward<Checked>(checked)] { checked.run(); };
+  }
+
+  // Throws unless a call has the parameters of the block's recipe.
+  template <typename Args>
+  void require_params(const Args& args) const {
+    if (plan().is_fp8() && args.params != nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT,
+           "params is given; the block's recipe is in FP8: pass fp8_params, and NULL for params");
+    if (plan().is_fp8() && args.fp8_params == nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "fp8_params is NULL; the block's recipe is in FP8");
+    if (!plan().is_fp8() && args.fp8_params != nullptr)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "fp8_params is given; the block's recipe is EPX_MOE_RECIPE_WIDE, pass NULL");
   }
 
   std::unique_ptr<Exchange> exchange_;
 };
 
+DispatchPath::Compute DispatchPath::experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args,
+                                                    const DispatchTensors& mine) const {
+  const auto fill = [&](auto call_args) {
+    call_args.recv_weights = early(mine.recv_weights);
+    call_args.expert_out = mine.expert_out.get();
+    call_args.pre_act = plan().recomputes ? nullptr : mine.pre_act.get();
+    return call_args;
+  };
+  require_params(args);
+  if (plan().is_fp8()) {
+    const auto fp8 = fill(fp8_args<epx_moe_ffn_fp8_args>(call, args.fp8_params, mine));
+    return computing(CheckedFp8Ffn(plan().ffn, &fp8));
+  }
+  const auto wide = fill(ffn_args<epx_moe_ffn_args>(call, args.params, mine));
+  return computing(CheckedFfn(plan().ffn, &wide));
+}
+
+// Of pre_act, where the forward has not kept it.
+DispatchPath::Compute DispatchPath::experts_again(const PathCall& call, const epx_moe_block_bwd_args& args,
+                                                  const DispatchTensors& mine) const {
+  if (!plan().recomputes) return [] {};
+  if (plan().is_fp8()) {
+    auto fp8 = fp8_args<epx_moe_ffn_fp8_args>(call, args.fp8_params, mine);
+    fp8.pre_act = mine.pre_act.get();
+    return computing(CheckedFp8Ffn(plan().ffn, &fp8, FfnOutputs::pre_act));
+  }
+  auto wide = ffn_args<epx_moe_ffn_args>(call, args.params, mine);
+  wide.pre_act = mine.pre_act.get();
+  return computing(CheckedFfn(plan().ffn, &wide, FfnOutputs::pre_act));
+}
+
+DispatchPath::Compute DispatchPath::experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args,
+                                                     const DispatchTensors& mine) const {
+  const auto fill = [&](auto call_args) {
+    call_args.recv_weights = early(mine.recv_weights);
+    call_args.pre_act = mine.pre_act.get();
+    call_args.grad_expert_out = mine.grad_expert_out.rows.get();
+    call_args.grad_recv = mine.grad_recv.get();
+    call_args.grad_recv_weights = early(mine.grad_recv_weights); // late: combine_bwd writes them
+    call_args.grads = args.grads;
+    call_args.accumulate = args.accumulate;
+    return call_args;
+  };
+  if (plan().is_fp8()) {
+    auto fp8 = fill(fp8_args<epx_moe_ffn_fp8_bwd_args>(call, args.fp8_params, mine));
+    fp8.grad_scales = mine.grad_expert_out.scales.get();
+    fp8.recipe = plan().recipe;
+    return computing(CheckedFp8FfnBwd(plan().ffn, &fp8));
+  }
+  const auto wide = fill(ffn_args<epx_moe_ffn_bwd_args>(call, args.params, mine));
+  return computing(CheckedFfnBwd(plan().ffn, &wide));
+}
+
 void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& args, const RunInOrder& run) {
   CallMemory memory = call.memory;
   const DispatchTensors mine = tensors(call.num_rows, memory);
-  auto ffn_args = DispatchPath::ffn_args<epx_moe_ffn_args>(call, args.params, mine);
-  ffn_args.recv_weights = early(mine.recv_weights);
-  ffn_args.expert_out = mine.expert_out.get();
-  ffn_args.pre_act = plan().recomputes ? nullptr : mine.pre_act.get();
-  const CheckedFfn ffn(plan().ffn, &ffn_args);
+  const Compute experts = experts_forward(call, args, mine);
 
   auto prepare = exchange_args<epx_prepare_args>(call, mine);
   prepare.topk_idx = call.routing.topk_idx.get();
@@ -117,9 +249,10 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
   auto dispatch = exchange_args<epx_dispatch_args>(call, mine);
   dispatch.tokens = args.tokens;
   dispatch.topk_weights = call.routing.topk_weights.get();
-  dispatch.recv_tokens = mine.recv_tokens.get();
+  dispatch.recv_tokens = mine.recv_tokens.rows.get();
   dispatch.recv_weights = mine.recv_weights.get();
-  dispatch.format = plan().dispatch_format ? &*plan().dispatch_format : nullptr;
+  const Format format(plan(), mine.recv_tokens);
+  dispatch.format = format.get();
   auto combine = exchange_args<epx_combine_args>(call, mine);
   combine.expert_out = mine.expert_out.get();
   combine.recv_weights = late(mine.recv_weights);
@@ -127,9 +260,10 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
   run([&] {
     exchange_->prepare(prepare);
     call.has_called_group = true;
-    if (call.num_rows < plan().row_capacity) call.place.clamp_zones(mine.counts, mine.offsets, call.num_rows);
+    if (const int64_t rows = rows_of(call.num_rows); rows < plan().row_capacity)
+      call.place.clamp_zones(mine.counts, mine.offsets, rows);
     exchange_->dispatch(dispatch);
-    ffn.run();
+    experts();
     exchange_->combine(combine);
   });
 }
@@ -137,26 +271,18 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
 void DispatchPath::backward(const PathCall& call, const epx_moe_block_bwd_args& args, const RunInOrder& run) {
   CallMemory memory = call.memory;
   const DispatchTensors mine = tensors(call.num_rows, memory);
-  auto again_args = ffn_args<epx_moe_ffn_args>(call, args.params, mine);
-  again_args.pre_act = mine.pre_act.get();
-  std::optional<CheckedFfn> again;
-  if (plan().recomputes) again.emplace(plan().ffn, &again_args, FfnOutputs::pre_act);
-  auto ffn_args = DispatchPath::ffn_args<epx_moe_ffn_bwd_args>(call, args.params, mine);
-  ffn_args.recv_weights = early(mine.recv_weights);
-  ffn_args.pre_act = mine.pre_act.get();
-  ffn_args.grad_expert_out = mine.grad_expert_out.get();
-  ffn_args.grad_recv = mine.grad_recv.get();
-  ffn_args.grad_recv_weights = early(mine.grad_recv_weights); // late: combine_bwd writes them
-  ffn_args.grads = args.grads;
-  ffn_args.accumulate = args.accumulate;
-  const CheckedFfnBwd ffn(plan().ffn, &ffn_args);
+  require_params(args);
+  const Compute again = experts_again(call, args, mine);
+  const Compute experts = experts_backward(call, args, mine);
 
   auto combine = exchange_args<epx_combine_bwd_args>(call, mine);
   combine.grad_out = args.grad_out;
   combine.expert_out = late(mine.expert_out);
   combine.recv_weights = late(mine.recv_weights);
-  combine.grad_expert_out = mine.grad_expert_out.get();
+  combine.grad_expert_out = mine.grad_expert_out.rows.get();
   combine.grad_recv_weights = late(mine.grad_recv_weights);
+  const Format format = Format::of_gradients(plan(), mine.grad_expert_out);
+  combine.format = format.get();
   auto dispatch = exchange_args<epx_dispatch_bwd_args>(call, mine);
   dispatch.grad_recv = mine.grad_recv.get();
   dispatch.grad_recv_weights = mine.grad_recv_weights.get();
@@ -165,8 +291,8 @@ void DispatchPath::backward(const PathCall& call, const epx_moe_block_bwd_args& 
   run([&] {
     exchange_->combine_bwd(combine);
     call.has_called_group = true;
-    if (again) again->run();
-    ffn.run();
+    again();
+    experts();
     exchange_->dispatch_bwd(dispatch);
   });
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Rows of a
-// format are quantised as a group's are. Its handle memory is the number of rows in use and the row map.
+// format are quantised as a group's are. A block has no weights where it gives combine_bwd a format. Its handle memory is the number of rows in use and the row map.
 #include <algorithm>
 #include <vector>
 
@@ -15,17 +15,49 @@
 namespace epx::moe {
 namespace {
 
-// Writes what arrives for rows whose wire alone is quantised.
+// Rows [T, H] of a call with a format, each quantised by itself.
 template <typename T>
-void quantise_and_back(const epx_row_format& row_format, const T* rows, int64_t num_rows, int64_t hidden, T* arrived) {
-  const host::DefaultFloatEnvironment environment;
-  const host::WireRows wire(check_format(row_format, "dispatch"), hidden);
-  std::vector<std::byte> quantised(static_cast<size_t>(wire.bytes()));
-  for (int64_t first = 0; first < num_rows * hidden; first += hidden) {
-    wire.quantise(kDtypeOf<T>, reinterpret_cast<const std::byte*>(rows + first), nullptr, quantised.data());
-    wire.dequantise(quantised.data(), kDtypeOf<T>, nullptr, reinterpret_cast<std::byte*>(arrived + first));
+class QuantisedRows {
+public:
+  QuantisedRows(const epx_row_format& format, const T* rows, int64_t num_rows, int64_t hidden)
+      : wire_(check_format(format, "dispatch"), hidden), num_rows_(num_rows), hidden_(hidden),
+        pitch_((wire_.bytes() + kAlignment - 1) / kAlignment * kAlignment),
+        quantised_(static_cast<size_t>(num_rows * pitch_)) {
+    const host::DefaultFloatEnvironment environment;
+    for (int64_t row = 0; row < num_rows; ++row)
+      wire_.quantise(kDtypeOf<T>, reinterpret_cast<const std::byte*>(rows + row * hidden), nullptr, at(row));
   }
-}
+
+  // What arrives where the wire alone is quantised.
+  void dequantise(std::vector<T>& arrived) {
+    const host::DefaultFloatEnvironment environment;
+    arrived.resize(static_cast<size_t>(num_rows_ * hidden_));
+    for (int64_t row = 0; row < num_rows_; ++row)
+      wire_.dequantise(at(row), kDtypeOf<T>, nullptr, reinterpret_cast<std::byte*>(arrived.data() + row * hidden_));
+  }
+  // Writes codes and scales, in EPX_SCALES_ROWS, to the rows of the map.
+  void scatter(const RowMap& map, const epx_tensor& codes, const epx_tensor& scales) {
+    const auto scatter_parts = [&](size_t bytes, const auto& part_of, void* to) {
+      std::vector<std::byte> parts(static_cast<size_t>(num_rows_) * bytes);
+      for (int64_t row = 0; row < num_rows_; ++row)
+        std::copy_n(part_of(row), bytes, parts.data() + static_cast<size_t>(row) * bytes);
+      scatter_tokens(map, parts.data(), to, static_cast<int64_t>(bytes));
+    };
+    scatter_parts(
+        wire_.element_bytes(), [&](int64_t row) { return at(row); }, codes.data);
+    scatter_parts(
+        wire_.scale_bytes(), [&](int64_t row) { return wire_.scales(at(row)); }, scales.data);
+  }
+
+private:
+  static constexpr int64_t kAlignment = 16;
+
+  std::byte* at(int64_t row) { return quantised_.data() + row * pitch_; }
+
+  host::WireRows wire_;
+  int64_t num_rows_, hidden_, pitch_;
+  std::vector<std::byte> quantised_;
+};
 
 template <typename T>
 class LocalExchange final : public Exchange {
@@ -53,11 +85,16 @@ public:
     const int64_t hidden = args.tokens->sizes[1];
     const T* tokens = data_of<T>(args.tokens);
     if (args.format != nullptr) {
-      arrived_.resize(static_cast<size_t>(args.tokens->sizes[0] * hidden));
-      quantise_and_back(*args.format, tokens, args.tokens->sizes[0], hidden, arrived_.data());
-      tokens = arrived_.data();
+      QuantisedRows<T> quantised(*args.format, tokens, args.tokens->sizes[0], hidden);
+      if (args.format->recv_scales != nullptr) {
+        quantised.scatter(map, *args.recv_tokens, *args.format->recv_scales);
+      } else {
+        quantised.dequantise(arrived_);
+        tokens = arrived_.data();
+      }
     }
-    scatter_tokens(map, tokens, args.recv_tokens->data, row_bytes(kDtypeOf<T>, hidden));
+    if (args.recv_tokens->dtype == kDtypeOf<T>)
+      scatter_tokens(map, tokens, args.recv_tokens->data, row_bytes(kDtypeOf<T>, hidden));
     scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
   }
 
@@ -71,6 +108,9 @@ public:
     const RowMap map = row_map(args.handle_mem, *args.grad_out);
     const T* const grad_out = data_of<T>(args.grad_out);
     const int64_t hidden = args.grad_out->sizes[1];
+    if (args.format != nullptr)
+      return QuantisedRows<T>(*args.format, grad_out, args.grad_out->sizes[0], hidden)
+          .scatter(map, *args.grad_expert_out, *args.format->recv_scales);
     scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
     if (args.grad_recv_weights == nullptr) return;
     dot_rows<T>(map, grad_out, data_of<T>(args.expert_out), hidden, weights_.data());

@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "moe/block/group.h"
 #include "moe/cuda/cuda_call.h"
+#include "moe/ffn/fp8/calls.h"
 #include "moe/router/cuda/kernels.h"
 #include "moe/router/router.h"
 #include "runtime/formats/format_arguments.h"
@@ -30,6 +31,29 @@ void require_format(const epx_row_format& format, const epx_moe_block_config& co
          name_of(config.dtype));
 }
 
+// Products in FP8 of rows that travel so.
+void require_recipe(const epx_moe_block_config& config) {
+  if (config.recipe == EPX_MOE_RECIPE_WIDE) return;
+  if (config.recipe != EPX_MOE_RECIPE_FP8_ACTIVATIONS && config.recipe != EPX_MOE_RECIPE_FP8)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "recipe is {}; it must be an epx_moe_recipe", static_cast<int>(config.recipe));
+  require_fp8_shape(make_ffn_shape(*config.ffn), "ffn");
+  if (config.weighting != EPX_MOE_WEIGHT_EARLY)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "weighting is EPX_MOE_WEIGHT_LATE (0); with a recipe in FP8 it must be EARLY (1)");
+  if (config.dispatch_format != nullptr)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dispatch_format is given; a recipe in FP8 has its own, and it must be NULL");
+  if (config.recipe == EPX_MOE_RECIPE_FP8 && (config.alignment == 0 || config.alignment % kFp8ZoneAlignment != 0))
+    fail(EPX_ERROR_INVALID_ARGUMENT, "alignment is {}; with EPX_MOE_RECIPE_FP8 it must be a multiple of {}",
+         config.alignment, kFp8ZoneAlignment);
+}
+
+// Throws unless the rows that a recipe in FP8 leaves wide have the dtype that its products write.
+void require_wide(const BlockPlan& plan) {
+  const epx_dtype wide = plan.is_on_gpu() ? EPX_BFLOAT16 : EPX_FLOAT32;
+  if (plan.is_fp8() && plan.dtype != wide)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dtype is {}; with a recipe in FP8 it must be {} where the block computes on {}",
+         name_of(plan.dtype), name_of(wide), plan.is_on_gpu() ? "a GPU" : "the host");
+}
+
 // Checks all that needs no group.
 void require_config(const epx_moe_block_config& config) {
   validate(*config.router);
@@ -46,7 +70,10 @@ void require_config(const epx_moe_block_config& config) {
   for (const int64_t reserved : config.reserved)
     if (reserved != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the block's config is {}; it must be 0", reserved);
+  if (config.reserved0 != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 of the block's config is {}; it must be 0", config.reserved0);
   if (config.dispatch_format != nullptr) require_format(*config.dispatch_format, config);
+  require_recipe(config);
   with_real(config.dtype, [&]<typename T>(T) {
     require_finite<T>(config.router->scaling_factor, "router.scaling_factor");
     require_finite<T>(config.router->aux_loss_coeff, "router.aux_loss_coeff");
@@ -120,6 +147,7 @@ BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   plan.real = config.dtype == EPX_FLOAT64 ? EPX_FLOAT64 : EPX_FLOAT32;
   plan.layer = {config.router->top_k, config.alignment};
   if (config.dispatch_format != nullptr) plan.dispatch_format = *config.dispatch_format;
+  plan.recipe = config.recipe;
   plan.is_early = config.weighting == EPX_MOE_WEIGHT_EARLY;
   plan.recomputes = config.recompute == 1;
   if (group == nullptr) {
@@ -129,6 +157,7 @@ BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
     require_fit(info, config);
     plan_with_group(info, plan);
   }
+  require_wide(plan);
   return plan;
 }
 

@@ -16,7 +16,8 @@ struct BlockPlan {
   epx_dtype dtype;
   epx_dtype real; // of weights
   epx_layer layer;
-  std::optional<epx_row_format> dispatch_format; // without tensors
+  std::optional<epx_row_format> dispatch_format; // of the wire alone; without tensors
+  epx_moe_recipe recipe;
   bool is_early;
   bool recomputes;
   Place place; // of tensors
@@ -24,6 +25,7 @@ struct BlockPlan {
   int64_t max_tokens;   // T, per rank
   int64_t row_capacity; // R, the most rows that a rank's experts receive
 
+  bool is_fp8() const { return recipe != EPX_MOE_RECIPE_WIDE; }
   bool is_on_gpu() const { return place == Place::cuda; }
 };
 

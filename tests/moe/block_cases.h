@@ -61,6 +61,26 @@ void check_recompute(const Rank& rank, double tolerance) {
   }
 }
 
+// Experts in FP8: the same bits whether pre_act is kept or not, and a flight that takes less memory than a wide one.
+template <typename T>
+void check_recipe(const Rank& rank, epx_moe_recipe recipe, double tolerance) {
+  const LayerOf<T> layer = make_layer_of<T>(160, fp8_options(recipe));
+  BlockConfig wide = layer.config, recomputes = layer.config;
+  wide.recipe = EPX_MOE_RECIPE_WIDE;
+  recomputes.recompute = 1;
+  const BlockArena of_wide(rank.group, wide, 1), kept(rank.group, layer.config, 2), computed(rank.group, recomputes, 2);
+  check(kept.info().flight_bytes < of_wide.info().flight_bytes, "a flight takes {} bytes, and {} where rows are wide",
+        kept.info().flight_bytes, of_wide.info().flight_bytes);
+  RankBlockOf<T> expected(rank, layer, kept.serve(layer.config)), actual(rank, layer, computed.serve(recomputes));
+  const auto out = expected.forward(1, tolerance);
+  expected.forward(0, tolerance);
+  expect_none("out", difference(actual.forward(1, tolerance).out, out.out));
+  const auto gradients = expected.backward(1, tolerance);
+  expect_none("gradients", gradient_difference(actual.backward(1, tolerance), gradients));
+  expect_none("of another flight", gradient_difference(expected.backward(0, tolerance), gradients));
+  check_status_clean(rank);
+}
+
 // 1F1B with four micro-batches in flight, on four of 58 layers.
 template <typename T>
 void check_many_blocks(const Rank& rank, double tolerance) {

@@ -38,8 +38,9 @@ GroupConfig gpu_config(epx_combine_precision precision) {
 // A group and this rank of it. From the first one on, tensors have a copy on the GPU.
 class GpuGroup {
 public:
-  GpuGroup(const RankContext& context, epx_combine_precision precision)
-      : group_(*context.bootstrap, gpu_config(precision)), rank_(make_rank(group_, split_of(context))) {}
+  GpuGroup(const RankContext& context, epx_combine_precision precision) : GpuGroup(context, gpu_config(precision)) {}
+  GpuGroup(const RankContext& context, const GroupConfig& config)
+      : group_(*context.bootstrap, config), rank_(make_rank(group_, split_of(context))) {}
   const Rank& rank() const { return rank_; }
 
 private:
@@ -76,6 +77,14 @@ void test_arenas(const RankContext& context) {
   check_many_blocks<Bfloat16>(group.rank(), kTwoBytes);
   check_arena_refusals<float>(group.rank(), kFloat32);
   check_arena_fit<float>(group.rank(), kFloat32);
+}
+
+// The local block is in FLOAT32, so some of its numbers are rounded to another code.
+void test_fp8(const RankContext& context) {
+  constexpr double kCodes = 6e-2;
+  const GpuGroup group(context, fp8_group_config(gpu_config(EPX_COMBINE_WIRE)));
+  for (const epx_moe_recipe recipe : {EPX_MOE_RECIPE_FP8_ACTIVATIONS, EPX_MOE_RECIPE_FP8})
+    check_recipe<Bfloat16>(group.rank(), recipe, kCodes);
 }
 
 void test_max_rows(const RankContext& context) {
@@ -315,7 +324,7 @@ void test_refusals(const RankContext& context) {
   wrong.dtype = EPX_BFLOAT16;
   forward.args.tokens = &wrong;
   refused({"tokens", "bfloat16", "float32"});
-  forward.params.down_weight = nullptr;
+  forward.params.wide.down_weight = nullptr;
   refused({"down_weight"});
   backward.args.accumulate = 2;
   refused_backward({"accumulate", "2"});
@@ -343,7 +352,7 @@ void test_refusals(const RankContext& context) {
 
 // Tells the bytes of an arena for a layer of DeepSeek-V3 with room for 1.5 times the rows of balanced routing, and creates its
 // 58 blocks; where the GPU has no room for it, tells that instead.
-void print_model_arena(const RankContext& context) {
+void print_model_arena(const RankContext& context, epx_moe_recipe recipe, bool recomputes) {
   GroupConfig config;
   config.num_experts = 256;
   config.max_tokens_per_rank = 4096;
@@ -355,6 +364,10 @@ void print_model_arena(const RankContext& context) {
   BlockConfig block = block_config<Bfloat16>(shape);
   block.router.score = EPX_MOE_SIGMOID;
   block.alignment = 128;
+  block.weighting = EPX_MOE_WEIGHT_EARLY;
+  block.recipe = recipe;
+  block.recompute = recomputes ? 1 : 0;
+  const std::string kind = "recipe " + std::to_string(recipe) + (recomputes ? ", recomputing" : "");
   try {
     const Group group(*context.bootstrap, config);
     const BlockArena arena(group.get(), block, 4, 4096 * 8 * 3 / 2);
@@ -362,14 +375,14 @@ void print_model_arena(const RankContext& context) {
     for (int i = 0; i < 58; ++i)
       blocks.push_back(std::make_unique<Block<Bfloat16>>(group.get(), arena.serve(block), context.num_ranks));
     const epx_moe_arena_info info = arena.info();
-    std::printf("DeepSeek-V3, %d ranks, 4 flights of %lld rows: %lld bytes, of them a flight %lld, the workspace %lld; in "
-                "memory that peers reach %lld\n",
-                context.num_ranks, static_cast<long long>(info.max_rows), static_cast<long long>(info.total_bytes),
-                static_cast<long long>(info.flight_bytes), static_cast<long long>(info.workspace_bytes),
-                static_cast<long long>(info.window_bytes));
+    std::printf("DeepSeek-V3, %d ranks, %s, 4 flights of %lld rows: %lld bytes, of them a flight %lld, the workspace %lld; "
+                "in memory that peers reach %lld\n",
+                context.num_ranks, kind.c_str(), static_cast<long long>(info.max_rows),
+                static_cast<long long>(info.total_bytes), static_cast<long long>(info.flight_bytes),
+                static_cast<long long>(info.workspace_bytes), static_cast<long long>(info.window_bytes));
   } catch (const std::exception& error) {
     if (!contains(describe(error), "OUT_OF_MEMORY")) throw;
-    std::printf("DeepSeek-V3, %d ranks: not created: %s\n", context.num_ranks, describe(error).c_str());
+    std::printf("DeepSeek-V3, %d ranks, %s: not created: %s\n", context.num_ranks, kind.c_str(), describe(error).c_str());
   }
 }
 
@@ -392,8 +405,11 @@ int main(int argc, char** argv) {
   if (option(argc, argv, "--nodes", 1) > 1) return run_suite({begin, test_nodes, end});
   const bool is_large = option(argc, argv, "--large", 0) != 0;
   const RankTest model = [&](const RankContext& context) {
-    if (is_large) print_model_arena(context);
+    if (!is_large) return;
+    print_model_arena(context, EPX_MOE_RECIPE_WIDE, false);
+    print_model_arena(context, EPX_MOE_RECIPE_FP8, false);
+    print_model_arena(context, EPX_MOE_RECIPE_FP8, true);
   };
-  return run_suite({begin, test_kinds, test_arenas, test_max_rows, test_graphs, test_streams, test_calls_beside_capture,
-                    test_variants, test_refusals, end, model});
+  return run_suite({begin, test_kinds, test_arenas, test_fp8, test_max_rows, test_graphs, test_streams,
+                    test_calls_beside_capture, test_variants, test_refusals, end, model});
 }

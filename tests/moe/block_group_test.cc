@@ -79,6 +79,52 @@ TEST_CASE("rows that travel in a format have the bits of the local block, and th
   }
 }
 
+TEST_CASE("experts in FP8 on 1, 2, 3 and 4 ranks have the bits of the local block") {
+  std::vector<Layer> layers;
+  for (const epx_moe_recipe recipe : {EPX_MOE_RECIPE_FP8_ACTIVATIONS, EPX_MOE_RECIPE_FP8})
+    for (const int32_t top_k : {1, 3})
+      layers.push_back(make_layer(70, fp8_options(recipe, top_k)));
+  for (const auto& split : kSplits) {
+    each_rank(split, fp8_group_config(group_config(EPX_COMBINE_EXACT)), [&](const Rank& rank) {
+      for (const Layer& layer : layers)
+        RankBlock(rank, layer).run();
+      check_status_clean(rank);
+    });
+  }
+}
+
+TEST_CASE("experts in FP8 are near those that are not") {
+  for (const epx_moe_recipe recipe : {EPX_MOE_RECIPE_FP8_ACTIVATIONS, EPX_MOE_RECIPE_FP8}) {
+    const Layer fp8 = make_layer(71, fp8_options(recipe));
+    Layer wide = fp8;
+    wide.config.recipe = EPX_MOE_RECIPE_WIDE;
+    wide.run_locally();
+    // One product of two operands in E4M3 has an error of 3.8e-2 on Gaussian numbers (relative, of the norm); here are two in a row.
+    CHECK(relative_error(fp8.output.out, wide.output.out) <= 8e-2);
+    CHECK(relative_error(fp8.gradients.tokens, wide.gradients.tokens) <= 0.12);
+    CHECK(relative_error(*fp8.gradients.params.gate_up_weight, *wide.gradients.params.gate_up_weight) <= 0.12);
+    CHECK(relative_error(*fp8.gradients.params.down_weight, *wide.gradients.params.down_weight) <= 0.12);
+  }
+}
+
+TEST_CASE("experts in FP8 keep pre_act or compute it again, and routes beyond an arena's rows are dropped") {
+  each_rank(kSplits[2], fp8_group_config(group_config(EPX_COMBINE_EXACT)), [](const Rank& rank) {
+    check_recipe<float>(rank, EPX_MOE_RECIPE_FP8_ACTIVATIONS, 0);
+    check_recipe<float>(rank, EPX_MOE_RECIPE_FP8, 0);
+    const Layer layer = make_layer(72, fp8_options(EPX_MOE_RECIPE_FP8));
+    const BlockArena arena(rank.group, layer.config, 1, 1); // 16 rows, which TMA can read
+    const moe::BlockConfig config = arena.serve(layer.config);
+    const Block<float> block(rank.group, config, rank.num_ranks);
+    const auto input = share_of(rank, layer.input);
+    const auto params = share_of(rank, layer.params);
+    block.forward(input, params);
+    block.backward(input, params);
+    const epx_group_report report = GroupView(rank.group).status();
+    check_equal(report.status, EPX_SUCCESS, "status");
+    check(report.event_counts[EPX_EVENT_TOO_FEW_ROWS] > 0, "no route was dropped");
+  });
+}
+
 TEST_CASE("three layers and two flights are in progress at once") {
   std::vector<Layer> layers;
   for (uint64_t i = 0; i < 3; ++i)

@@ -43,10 +43,20 @@ TEST_CASE("the defaults of a block") {
 }
 
 constexpr epx_tensor kAnyTensor = {};
+constexpr epx_moe_fp8_params kAnyFp8Params = {};
 
 // Gives the config a format that is good, and that a case spoils.
 epx_row_format& spoiled_format(BlockConfig& config, epx_scaling scaling = EPX_SCALING_BLOCK128) {
   return config.dispatch_format.emplace(RowFormat(scaling).get());
+}
+
+// A config for experts in FP8, of which a case spoils another field.
+BlockConfig& spoiled_recipe(BlockConfig& config) {
+  config.recipe = EPX_MOE_RECIPE_FP8;
+  config.ffn.hidden_dim = config.ffn.ffn_dim = 128;
+  config.weighting = EPX_MOE_WEIGHT_EARLY;
+  config.alignment = 16;
+  return config;
 }
 
 TEST_CASE("a bad block config is refused") {
@@ -95,6 +105,15 @@ TEST_CASE("a bad block config is refused") {
       {[](Config& c) { spoiled_format(c).recv_row_scales = &kAnyTensor; },
        {"dispatch_format.recv_row_scales is given", "NULL"}},
       {[](Config& c) { spoiled_format(c, EPX_SCALING_NV); }, {"dispatch_format: H is 5", "nv", "even"}},
+      {[](Config& c) { c.recipe = static_cast<epx_moe_recipe>(3); }, {"recipe is 3"}},
+      {[](Config& c) { c.reserved0 = 4; }, {"reserved0", "4"}},
+      {[](Config& c) { spoiled_recipe(c).ffn.hidden_dim = 192; }, {"ffn.hidden_dim is 192", "128"}},
+      {[](Config& c) { spoiled_recipe(c).ffn.ffn_dim = 4; }, {"ffn.ffn_dim is 4", "128"}},
+      {[](Config& c) { spoiled_recipe(c).ffn.activation = EPX_MOE_RELU2; }, {"ffn.activation is 2", "SWIGLU"}},
+      {[](Config& c) { spoiled_recipe(c).weighting = EPX_MOE_WEIGHT_LATE; }, {"weighting", "EARLY"}},
+      {[](Config& c) { spoiled_recipe(c).alignment = 8; }, {"alignment is 8", "multiple of 16"}},
+      {[](Config& c) { spoiled_format(spoiled_recipe(c)); }, {"dispatch_format is given", "NULL"}},
+      {[](Config& c) { spoiled_recipe(c).dtype = EPX_FLOAT64; }, {"dtype is float64", "float32"}},
       {[](Config& c) { spoiled_format(c), c.dtype = EPX_FLOAT64; }, {"dtype is float64", "dispatch_format", "float32"}},
   };
   for (size_t i = 0; i < table.size(); ++i) {
@@ -146,9 +165,10 @@ struct BlockCalls {
   epx_tensor tokens = *input.tokens.get();
   epx_tensor logits = *input.logits.get();
   epx_tensor grad_out = *input.grad_out.get();
-  epx_moe_block_fwd_args fwd = {sizeof(fwd), nullptr, 0,    &tokens, &logits, &bias,  &mask,
-                                &params,     &out,    &idx, nullptr, &counts, nullptr};
-  epx_moe_block_bwd_args bwd = {sizeof(bwd), nullptr, 0, &params, &grad_out, 1.0, &grad_tokens, &grad_logits, &grads, 0};
+  epx_moe_block_fwd_args fwd = {sizeof(fwd), nullptr, 0,    &tokens, &logits, &bias,   &mask,
+                                &params,     nullptr, &out, &idx,    nullptr, &counts, nullptr};
+  epx_moe_block_bwd_args bwd = {sizeof(bwd),  nullptr,      0,      &params, nullptr, &grad_out, 1.0,
+                                &grad_tokens, &grad_logits, &grads, 0};
 
   std::string changed_output() const {
     std::string changed;
@@ -196,6 +216,7 @@ TEST_CASE("a bad forward is refused, and the good one after it is not") {
       {[](C& c) { c.fwd.logits = nullptr; }, {"logits", "NULL"}},
       {[](C& c) { c.fwd.out = nullptr; }, {"out", "NULL"}},
       {[](C& c) { c.fwd.params = nullptr; }, {"params", "NULL"}},
+      {[](C& c) { c.fwd.fp8_params = &kAnyFp8Params; }, {"fp8_params is given", "WIDE"}},
       {[](C& c) { c.params.down_weight = nullptr; }, {"down_weight"}},
       {[](C& c) { c.tokens.sizes[1] = 4; }, {"tokens", "4", "5"}},
       {[](C& c) { c.tokens.reserved[0] = 1; }, {"tokens", "reserved"}}, // which epx_dispatch would refuse after epx_prepare
@@ -231,6 +252,7 @@ TEST_CASE("a bad backward is refused, and the good one after it is not") {
       {[](C& c) { c.bwd.flight = 2; }, {"flight", "2", "max_in_flight"}},
       {[](C& c) { c.bwd.flight = 1; }, {"flight", "1", "forward|fwd"}}, // its forward was of flight 0
       {[](C& c) { c.bwd.params = nullptr; }, {"params", "NULL"}},
+      {[](C& c) { c.bwd.fp8_params = &kAnyFp8Params; }, {"fp8_params is given", "WIDE"}},
       {[](C& c) { c.params.up_weight = nullptr; }, {"up_weight"}},
       {[](C& c) { c.params.up_bias = nullptr; }, {"up_bias"}}, // whose gradient is wanted
       {[](C& c) { c.bwd.grad_out = nullptr; }, {"grad_out", "NULL"}},
@@ -258,6 +280,36 @@ TEST_CASE("a bad backward is refused, and the good one after it is not") {
   CHECK(not_refused(epx_moe_block_bwd(calls.handle, nullptr), {"args", "NULL"}) == "");
   CHECK(not_refused(epx_moe_block_bwd(calls.handle, &calls.bwd), {"flight", "0", "forward|fwd"}) == "");
   CHECK(calls.changed_output() == "");
+}
+
+TEST_CASE("a block whose experts are in FP8 is given their parameters, and no others") {
+  BlockConfig config = block_config<float>({4, 2, 128, 128, 8, EPX_MOE_SWIGLU});
+  spoiled_recipe(config);
+  const Block<float> block(nullptr, config);
+  Rng rng(82);
+  const BlockInput<float> input = {
+      random_tensor<float>({3, 128}, rng), random_tensor<float>({3, 4}, rng), random_tensor<float>({3, 128}, rng), {}, {}};
+  const FfnParams<float> params = random_params<float>({4, 128, 128, EPX_MOE_SWIGLU}, kStacked, rng);
+  const epx_moe_ffn_params wide = params.view();
+  Block<float>::Forward forward;
+  const BlockOutput<float> output = block.make_output(3);
+  block.make_call(forward, input, params, 0, output);
+  forward.args.params = &wide;
+  CHECK(not_refused(epx_moe_block_fwd(block.handle(), &forward.args), {"params is given", "fp8_params"}) == "");
+  forward.args.params = nullptr;
+  forward.args.fp8_params = nullptr;
+  CHECK(not_refused(epx_moe_block_fwd(block.handle(), &forward.args), {"fp8_params is NULL", "FP8"}) == "");
+  block.forward(input, params);
+
+  Block<float>::Backward backward;
+  const BlockGradients<float> gradients = block.make_gradients(3, params);
+  block.make_call(backward, input, params, 0, gradients);
+  backward.args.params = &wide;
+  CHECK(not_refused(epx_moe_block_bwd(block.handle(), &backward.args), {"params is given", "fp8_params"}) == "");
+  backward.args.params = nullptr;
+  backward.params.fp8.down_transposed_codes = nullptr;
+  CHECK(not_refused(epx_moe_block_bwd(block.handle(), &backward.args), {"down_transposed_codes", "NULL"}) == "");
+  block.backward(input, params);
 }
 
 } // namespace

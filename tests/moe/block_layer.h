@@ -57,6 +57,13 @@ inline GroupConfig group_config(epx_combine_precision precision) {
   return config;
 }
 
+// Of a group for experts in FP8.
+inline GroupConfig fp8_group_config(GroupConfig config) {
+  config.hidden_dim = 128;
+  config.max_alignment = 16;
+  return config;
+}
+
 template <typename T>
 BlockInput<T> share_of(const Rank& rank, const BlockInput<T>& input) {
   BlockInput<T> share = {slice_rows(input.tokens, rank.first_token, rank.num_tokens),
@@ -120,7 +127,19 @@ struct LayerOptions {
   int32_t hidden = kHidden;
   int32_t ffn = 9;
   std::optional<epx_row_format> dispatch_format = {};
+  epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE;
 };
+
+// Of a layer whose experts are in FP8: H is 128, in a group that has it.
+inline LayerOptions fp8_options(epx_moe_recipe recipe, int32_t top_k = 3) {
+  LayerOptions options;
+  options.top_k = top_k;
+  options.weighting = EPX_MOE_WEIGHT_EARLY;
+  options.alignment = 16;
+  options.hidden = options.ffn = 128;
+  options.recipe = recipe;
+  return options;
+}
 
 template <typename T>
 LayerOf<T> make_layer_of(uint64_t seed, const LayerOptions& options) {
@@ -135,12 +154,14 @@ LayerOf<T> make_layer_of(uint64_t seed, const LayerOptions& options) {
   layer.config.alignment = options.alignment;
   layer.config.max_in_flight = 2;
   layer.config.dispatch_format = options.dispatch_format;
+  layer.config.recipe = options.recipe;
   layer.input = {random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumTokens, kNumExperts}, rng),
                  random_tensor<T>({kNumTokens, options.hidden}, rng), random_tensor<float>({kNumExperts}, rng, -0.1, 0.1),
                  Tensor<uint8_t>({kNumTokens}, 1)};
   if (options.bfloat16_logits) layer.input.logits = converted<float>(converted<Bfloat16>(layer.input.logits));
   (*layer.input.mask)[kMaskedToken] = 0;
-  layer.params = random_params<T>(shape.ffn_shape(kNumExperts), {}, rng);
+  layer.params =
+      random_params<T>(shape.ffn_shape(kNumExperts), options.recipe == EPX_MOE_RECIPE_WIDE ? FfnForm{} : kStacked, rng);
   layer.run_locally();
   return layer;
 }

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "epx/epx_moe.hpp"
+#include "tests/moe/ffn_fp8_run.h"
 #include "tests/moe/ffn_run.h"
 #include "tests/moe/tensors.h"
 
@@ -116,18 +117,24 @@ public:
 
   // The arguments of a call, which are valid as long as the tensors live. They are made before a capture begins, since that
   // copies the tensors to the device.
+  struct Params {
+    epx_moe_ffn_params wide;
+    Fp8Params quantised; // with a recipe in FP8
+    epx_moe_fp8_params fp8;
+  };
   struct Forward {
-    epx_moe_ffn_params params;
+    Params params;
     epx_moe_block_fwd_args args;
   };
   struct Backward {
-    epx_moe_ffn_params params, grads;
+    Params params;
+    epx_moe_ffn_params grads;
     epx_moe_block_bwd_args args;
   };
   void make_call(Forward& call, const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight,
                  const BlockOutput<T>& output) const {
-    call.params = params.view();
     call.args = {};
+    set_params(call, params);
     call.args.struct_size = sizeof(call.args);
     call.args.cuda = place_of_call();
     call.args.flight = flight;
@@ -135,7 +142,6 @@ public:
     call.args.logits = input.logits.get();
     call.args.selection_bias = input.bias ? input.bias->get() : nullptr;
     call.args.token_mask = input.mask ? input.mask->get() : nullptr;
-    call.args.params = &call.params;
     call.args.out = output.out.get();
     call.args.topk_idx = output.topk_idx.get();
     call.args.topk_weights = output.topk_weights.get();
@@ -144,13 +150,12 @@ public:
   }
   void make_call(Backward& call, const BlockInput<T>& input, const FfnParams<T>& params, int32_t flight,
                  const BlockGradients<T>& gradients, double aux_loss_grad = 1) const {
-    call.params = params.view();
     call.grads = gradients.params.view();
     call.args = {};
+    set_params(call, params);
     call.args.struct_size = sizeof(call.args);
     call.args.cuda = place_of_call();
     call.args.flight = flight;
-    call.args.params = &call.params;
     call.args.grad_out = input.grad_out.get();
     call.args.aux_loss_grad = aux_loss_grad;
     call.args.grad_tokens = gradients.tokens.get();
@@ -180,6 +185,19 @@ public:
   }
 
 private:
+  // Those of the block's recipe.
+  template <typename Call>
+  void set_params(Call& call, const FfnParams<T>& params) const {
+    if (config_.recipe == EPX_MOE_RECIPE_WIDE) {
+      call.params.wide = params.view();
+      call.args.params = &call.params.wide;
+    } else {
+      call.params.quantised = quantised_params(converted_params<float>(params));
+      call.params.fp8 = call.params.quantised.view();
+      call.args.fp8_params = &call.params.fp8;
+    }
+  }
+
   GroupView group_;
   BlockConfig config_;
   int num_ranks_;

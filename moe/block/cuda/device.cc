@@ -10,6 +10,7 @@
 #include "moe/block/memory.h"
 #include "moe/ffn/cuda/kernels.h"
 #include "moe/gemm/grouped_gemm.h"
+#include "moe/quantise/cuda/kernels.h"
 #include "moe/router/cuda/kernels.h"
 
 namespace epx::moe::cuda {
@@ -45,9 +46,13 @@ void copy_async(void* to, const void* from, size_t bytes, epx_stream stream) {
              "cudaMemcpyAsync");
 }
 
-void load_block_kernels(epx_dtype dtype) {
-  for (const std::vector<const void*>& kernels : {route_kernels(), load_kernels(), route_bwd_kernels(), ffn_kernels(dtype),
-                                                  grouped_gemm_kernels(dtype), block_kernels()})
+void load_block_kernels(epx_dtype dtype, bool is_fp8) {
+  std::vector<std::vector<const void*>> lists = {route_kernels(),    load_kernels(),  route_bwd_kernels(),
+                                                 ffn_kernels(dtype), block_kernels(), grouped_gemm_kernels(dtype)};
+  if (is_fp8)
+    lists.insert(lists.end(), {block_quantise_rows_kernels(), block_quantise_swiglu_kernels(),
+                               block_dequantise_rows_kernels(), grouped_gemm_kernels(EPX_FLOAT8_E4M3)});
+  for (const std::vector<const void*>& kernels : lists)
     for (const void* kernel : kernels) {
       cudaFuncAttributes attributes{};
       check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
