@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE layer on epx has one block per layer, all of them on one group.
 #include <exception>
+#include <initializer_list>
+#include <optional>
 
 #include "apps/train_moe/errors.h"
 #include "apps/train_moe/moe_layer.h"
@@ -43,14 +45,69 @@ private:
   Array<Bfloat16> copy_;
 };
 
+constexpr int kFp8ZoneAlignment = 16; // rows, of products in FP8
+
+// The parameters of a layer's experts in FP8.
+class QuantisedExperts {
+public:
+  explicit QuantisedExperts(Device& device) : gate_up_(device), down_(device) {}
+
+  // Quantises float32 masters. What it returns is good until the next call.
+  epx::moe::Fp8Params of(const ModelOptions& model, int64_t count, const float* gate_up, const float* down,
+                         const epx_moe_cuda* cuda) {
+    const int64_t hidden = model.hidden, ffn = model.ffn;
+    gate_up_.quantise(gate_up, {count, 2 * ffn, hidden}, cuda);
+    down_.quantise(down, {count, hidden, ffn}, cuda);
+    return {gate_up_.codes,         gate_up_.scales,           down_.codes,
+            down_.scales,           gate_up_.transposed_codes, gate_up_.transposed_scales,
+            down_.transposed_codes, down_.transposed_scales};
+  }
+
+private:
+  // One weight [E_l, R, C] in both orientations.
+  struct Weight {
+    explicit Weight(Device& device)
+        : code_bytes(device), transposed_code_bytes(device), scale_values(device), transposed_scale_values(device) {}
+
+    void quantise(const float* weights, std::initializer_list<int64_t> shape, const epx_moe_cuda* cuda) {
+      const int64_t* const sizes = shape.begin();
+      const int64_t count = sizes[0], rows = sizes[1], columns = sizes[2];
+      const int64_t elements = count * rows * columns, blocks = elements / (kBlock * kBlock);
+      code_bytes.resize(elements);
+      transposed_code_bytes.resize(elements);
+      scale_values.resize(blocks);
+      transposed_scale_values.resize(blocks);
+      codes = {code_bytes.data(), EPX_FLOAT8_E4M3, {count, rows, columns}};
+      transposed_codes = {transposed_code_bytes.data(), EPX_FLOAT8_E4M3, {count, columns, rows}};
+      scales = {scale_values.data(), EPX_FLOAT32, {count, rows / kBlock, columns / kBlock}};
+      transposed_scales = {transposed_scale_values.data(), EPX_FLOAT32, {count, columns / kBlock, rows / kBlock}};
+      epx::moe::quantise_weights({.cuda = cuda,
+                                  .format = epx::RowFormat(EPX_SCALING_BLOCK128),
+                                  .weights = {weights, EPX_FLOAT32, {count, rows, columns}},
+                                  .codes = codes,
+                                  .scales = scales,
+                                  .transposed_codes = transposed_codes,
+                                  .transposed_scales = transposed_scales});
+    }
+
+    Array<uint8_t> code_bytes, transposed_code_bytes;
+    Array<float> scale_values, transposed_scale_values;
+    epx::Tensor codes, scales, transposed_codes, transposed_scales;
+  };
+  static constexpr int64_t kBlock = 128;
+
+  Weight gate_up_, down_;
+};
+
 class EpxLayer final : public MoeLayer {
 public:
   EpxLayer(epx::GroupView group, const World& world, Device& device, const Options& options, Parameters& parameters,
            Experts experts)
       : MoeLayer(options.model, options.aux_loss), group_(group), num_ranks_(world.size()), device_(device),
-        dtype_(as_epx(options.dtype)), parameters_(parameters), experts_(experts), tokens_(device, options.dtype),
-        out_(device, options.dtype), grad_(device, options.dtype), gate_up_(device, options.dtype),
-        down_(device, options.dtype), device_topk_idx_(device), device_global_counts_(device), device_info_(device) {
+        dtype_(as_epx(options.dtype)), is_fp8_(options.recipe != EPX_MOE_RECIPE_WIDE), parameters_(parameters),
+        experts_(experts), tokens_(device, options.dtype), out_(device, options.dtype), grad_(device, options.dtype),
+        gate_up_(device, options.dtype), down_(device, options.dtype), quantised_(device), device_topk_idx_(device),
+        device_global_counts_(device), device_info_(device) {
     epx::moe::BlockConfig config;
     config.router.num_experts = model_.experts;
     config.router.top_k = model_.top_k;
@@ -59,6 +116,11 @@ public:
     config.ffn.ffn_dim = model_.ffn;
     config.dtype = dtype_;
     if (const epx::RowFormat format = epx::row_format(options.dispatch_format)) config.dispatch_format = format.get();
+    if (is_fp8_) {
+      config.recipe = options.recipe;
+      config.weighting = EPX_MOE_WEIGHT_EARLY;
+      config.alignment = kFp8ZoneAlignment;
+    }
     block_ = epx::moe::Block(group_, config);
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model_.experts);
     device_global_counts_.resize(std::ssize(global_counts_));
@@ -75,13 +137,19 @@ public:
     device_topk_idx_.resize(num_tokens_ * model_.top_k);
     const Tensor& gate_up = parameters_.tensor(experts_.gate_up);
     const Tensor& down = parameters_.tensor(experts_.down);
-    params_ = expert_params(model_, gate_up.count, gate_up_.of(parameters_.values(experts_.gate_up), gate_up.size()),
-                            down_.of(parameters_.values(experts_.down), down.size()), dtype_);
+    const float* const gate_up_values = parameters_.values(experts_.gate_up);
+    const float* const down_values = parameters_.values(experts_.down);
+    if (is_fp8_) // a step has one forward, behind the optimizer of the one before
+      fp8_params_ = quantised_.of(model_, gate_up.count, gate_up_values, down_values, cuda());
+    else
+      params_ = expert_params(model_, gate_up.count, gate_up_.of(gate_up_values, gate_up.size()),
+                              down_.of(down_values, down.size()), dtype_);
     const int64_t size = num_tokens_ * model_.hidden;
     block_.fwd({.cuda = cuda(),
                 .tokens = rows(tokens_.of(tokens, size), model_.hidden, dtype_),
                 .logits = rows(logits, model_.experts, EPX_FLOAT32),
                 .params = params_,
+                .fp8_params = fp8_params_,
                 .out = rows(out_.room_for(out, size), model_.hidden, dtype_),
                 .topk_idx = {device_topk_idx_.data(), EPX_INT32, {num_tokens_, model_.top_k}},
                 .global_counts = {device_global_counts_.data(), EPX_INT32, {num_ranks_, model_.experts}},
@@ -98,6 +166,7 @@ public:
     block_.bwd(
         {.cuda = cuda(),
          .params = params_,
+         .fp8_params = fp8_params_,
          .grad_out = rows(grad_.of(grad_out, size), model_.hidden, dtype_),
          .aux_loss_grad = 1,
          .grad_tokens = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_),
@@ -124,12 +193,15 @@ private:
   int num_ranks_;
   Device& device_;
   epx_dtype dtype_;
+  bool is_fp8_;
   epx::moe::Cuda cuda_;
   Parameters& parameters_;
   Experts experts_;
   int64_t num_tokens_ = 0;
   Converted tokens_, out_, grad_, gate_up_, down_;
-  epx::moe::FfnParams params_; // of the last forward
+  QuantisedExperts quantised_;
+  epx::moe::FfnParams params_; // of the last forward, as the next
+  std::optional<epx::moe::Fp8Params> fp8_params_;
   Array<int32_t> device_topk_idx_, device_global_counts_;
   Array<int64_t> device_info_;
   epx::moe::Block block_;
@@ -143,7 +215,7 @@ epx::Group make_group(const World& world, const Device& device, const Options& o
   config.max_tokens_per_rank = static_cast<int32_t>(max_tokens);
   config.hidden_dim = options.model.hidden;
   config.max_top_k = options.model.top_k;
-  config.max_alignment = 1;
+  config.max_alignment = options.recipe == EPX_MOE_RECIPE_WIDE ? 1 : kFp8ZoneAlignment;
   config.max_token_dtype = as_epx(options.dtype);
   config.transport = device.is_host() ? EPX_TRANSPORT_HOST : EPX_TRANSPORT_NCCL; // the experts compute where it ends
   config.combine_precision = EPX_COMBINE_EXACT;                                  // the same bits for every number of ranks

@@ -21,6 +21,10 @@ const std::map<std::string, Exchange> kExchanges{
 const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
 const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
 
+const std::map<std::string, epx_moe_recipe> kRecipes{
+    {"wide", EPX_MOE_RECIPE_WIDE}, {"fp8_activations", EPX_MOE_RECIPE_FP8_ACTIVATIONS}, {"fp8", EPX_MOE_RECIPE_FP8}};
+constexpr int kFp8Block = 128; // elements of H and F that have a scale in common
+
 const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
                             "on the number of ranks: the\n"
                             "batch is split into chunks of 32 bytes, ranks take contiguous runs of chunks, and gradients "
@@ -69,7 +73,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
   bool dense = false;
-  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", format_name = "none",
+  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", format_name = "none", recipe_name = "wide",
               seed = std::to_string(model.seed);
   const std::map<std::string, epx::NamedFormat> formats = formats_by_name();
   CLI::App app("train_moe: expert-parallel training on a text");
@@ -87,7 +91,10 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--experts", model.experts, "experts per layer")->check(positive)->capture_default_str();
   app.add_option("--top-k", model.top_k, "experts per token")->check(CLI::Range(1, 64))->capture_default_str();
   app.add_option("--layers", model.layers, "MoE layers")->check(positive)->capture_default_str();
-  app.add_option("--hidden", model.hidden, "hidden size")->check(positive)->capture_default_str();
+  const CLI::Option* const hidden =
+      app.add_option("--hidden", model.hidden, "hidden size; default 128 with a recipe in FP8")
+          ->check(positive)
+          ->capture_default_str();
   app.add_option("--ffn", model.ffn, "inner size of an expert")->check(positive)->capture_default_str();
   app.add_option("--context", model.context, "bytes that the model sees")->check(positive)->capture_default_str();
   app.add_option("--embedding", model.embedding, "size of a byte's embedding")->check(positive)->capture_default_str();
@@ -104,14 +111,22 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with --exchange epx)")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
-  app.add_option("--dtype", dtype_name,
-                 "of the experts and their tokens: fp32, or bf16 (with --device cuda; AdamW keeps float32 parameters)")
-      ->check(CLI::IsMember({"fp32", "bf16"}))
-      ->capture_default_str();
+  const CLI::Option* const dtype =
+      app.add_option("--dtype", dtype_name,
+                     "of the experts and their tokens: fp32, or bf16 (with --device cuda, where it is the default with a "
+                     "recipe in FP8; AdamW keeps float32 parameters)")
+          ->check(CLI::IsMember({"fp32", "bf16"}))
+          ->capture_default_str();
   app.add_option("--dispatch-format", format_name,
                  "row format in which tokens travel to their experts, with --exchange epx; none: in --dtype "
                  "(docs/row-formats.md)")
       ->check(CLI::IsMember(&formats))
+      ->capture_default_str();
+  app.add_option(
+         "--recipe", recipe_name,
+         "which products of the experts are in FP8, with --exchange epx: wide (none), fp8_activations (forward and the "
+         "gradients of rows), fp8 (those of weights too); --hidden and --ffn are then multiples of 128")
+      ->check(CLI::IsMember(&kRecipes))
       ->capture_default_str();
   app.add_flag("--format-errors", options.measures_format_errors,
                "after training, write a JSON line with the relative error that each row format makes on the tokens of the "
@@ -146,6 +161,10 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   model.seed = parse_seed(seed);
   options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
   options.device = kDevices.at(device_name);
+  options.recipe = kRecipes.at(recipe_name);
+  const bool is_fp8 = options.recipe != EPX_MOE_RECIPE_WIDE;
+  if (is_fp8 && options.device == DeviceKind::cuda && dtype->count() == 0) dtype_name = "bf16";
+  if (is_fp8 && hidden->count() == 0) model.hidden = kFp8Block;
   options.dtype = kDtypes.at(dtype_name);
   options.dispatch_format = formats.at(format_name);
   if (options.device == DeviceKind::cuda && options.exchange != Exchange::epx)
@@ -156,6 +175,17 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   if (options.exchange != Exchange::epx && options.dispatch_format != epx::NamedFormat::None)
     fail(kExitUsage, "--dispatch-format {} is for --exchange epx; with {} rows travel in float32", format_name,
          dense ? "--dense" : "--exchange " + exchange_name);
+  if (is_fp8 && options.exchange != Exchange::epx)
+    fail(kExitUsage, "--recipe {} is for --exchange epx; {} is given", recipe_name,
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if (is_fp8 && options.dispatch_format != epx::NamedFormat::None)
+    fail(kExitUsage, "--dispatch-format {} is given; with --recipe {} tokens travel as fp8-block128", format_name,
+         recipe_name);
+  if (is_fp8 && options.device == DeviceKind::cuda && options.dtype != Dtype::bf16)
+    fail(kExitUsage, "--dtype is {}; with --recipe {} and --device cuda it must be bf16", dtype_name, recipe_name);
+  for (const auto& [name, size] : {std::pair{"--hidden", model.hidden}, {"--ffn", model.ffn}})
+    if (is_fp8 && size % kFp8Block != 0)
+      fail(kExitUsage, "{} is {}; with --recipe {} it must be a multiple of {}", name, size, recipe_name, kFp8Block);
   if (options.exchange != Exchange::epx && options.measures_format_errors)
     fail(kExitUsage, "--format-errors is for --exchange epx; {} is given",
          dense ? "--dense" : "--exchange " + exchange_name);

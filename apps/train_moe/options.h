@@ -6,6 +6,7 @@
 #include <string>
 #include <variant>
 
+#include "epx/epx_moe.h"
 #include "tools/named_formats.h"
 
 namespace train {
@@ -48,6 +49,7 @@ struct Options {
   DeviceKind device = DeviceKind::host;
   Dtype dtype = Dtype::fp32;
   epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts
+  epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE;               // which products of the experts are in FP8
   bool measures_format_errors = false;
   std::string checkpoint_file; // "" for none
   int checkpoint_every = 0;    // steps; 0: after the last one only

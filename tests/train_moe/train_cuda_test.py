@@ -53,6 +53,19 @@ class Devices(TrainTest):
         self.assertLessEqual(deviation, 0.02)
         self.report(f"held-out loss differs from the host's by {deviation:.1e}")
 
+    def test_experts_in_fp8(self):
+        """Of an option that is repeated the last counts."""
+        for recipe in train_runs.FP8_RECIPES:
+            with self.subTest(recipe):
+                args = ("--hidden", 128, "--ffn", 128, "--recipe", recipe)
+                host = self.run_host(*args)
+                one = self.train(1, *self.options, "--steps", self.steps, *CUDA, *args)
+                run = self.run_cuda(*args)
+                self.assertEqual(run.losses, one.losses)
+                deviation = largest_deviation([run.final["held_out_loss"]], [host.final["held_out_loss"]])
+                self.assertLessEqual(deviation, 0.02)
+                self.report(f"{recipe}: held-out loss differs from the host's by {deviation:.1e}")
+
     def test_checkpoints_go_from_device_to_device(self):
         expected = self.run_host()
         half = self.steps // 2

@@ -21,12 +21,25 @@ class Formats(TrainTest):
                 self.assertNotEqual(run.losses[0], wide.losses[0])  # the format is used
                 self.report(f"{name}: loss of the last 50 steps {last:+.2%}, held out {held_out:+.2%}")
 
+    def test_experts_in_fp8_learn_as_well(self):
+        steady = ("--hidden", 128, "--layers", 1, "--batch", 256, "--steps", 200, "--lr", 1e-3)
+        wide = self.train(1, *steady)
+        for recipe in train_runs.FP8_RECIPES:
+            with self.subTest(recipe):
+                run = self.train(1, *steady, "--recipe", recipe)
+                last = statistics.fmean(run.losses[-50:]) / statistics.fmean(wide.losses[-50:]) - 1
+                held_out = run.final["held_out_loss"] / wide.final["held_out_loss"] - 1
+                self.assertLessEqual(max(abs(last), abs(held_out)), 0.005)
+                self.assertNotEqual(run.losses[0], wide.losses[0])
+                self.report(f"{recipe}: loss of the last 50 steps {last:+.2%}, held out {held_out:+.2%}")
+
     def test_ranks_agree_to_the_bit(self):
-        """In every format: what a rank keeps for itself is quantised too."""
-        for name in train_runs.FORMATS:
-            with self.subTest(name):
-                args = ("--steps", 10, "--batch", 256, "--dispatch-format", name)
-                self.assert_same_curve(self.train(3, *args), self.train(1, *args))
+        """In every format and recipe: what a rank keeps for itself is quantised too."""
+        for option, names in (("--dispatch-format", train_runs.FORMATS), ("--recipe", train_runs.FP8_RECIPES)):
+            for name in names:
+                with self.subTest(name):
+                    args = ("--steps", 10, "--batch", 256, option, name)
+                    self.assert_same_curve(self.train(3, *args), self.train(1, *args))
 
     def test_errors(self):
         """At most half a step of the elements' type, and the same for any number of ranks."""
