@@ -39,28 +39,44 @@ class Block(unittest.TestCase):
                    "--block", "--dtype", "fp32", "--warmup", 0, "--dump", directory, "--json", directory / "out.json", *options]
         return [[*command, "--rank", rank] for rank in range(ranks)]
 
-    def compare(self, case, ranks, *options):
+    def compare(self, case, ranks, *options, more=()):
+        """more: other layers than block and native, whose differences it returns, by tensor."""
+        layers = ["block", *more, "native"]
         with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
             directory = pathlib.Path(name)
             output = directory / "out.json"
             commands = self.commands(directory, case, ranks, "--iters", 1, "--verify", *options)
             sessions.run_ranks("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)
             result = programs.of_ep_bench(json.loads(output.read_text(encoding="utf-8")))
-            tensors = correctness.compare(case, ranks, directory, ["block", "native"], bf16=False)
-        self.assertEqual(set(result["block"]["lines"]), {"block fwd", "block fwd+bwd"})
-        self.assertEqual(set(result["block"]["differences"]), set(tensors))
+            tensors = correctness.compare(case, ranks, directory, layers, bf16=False)
+        lines = {"block fwd", "block fwd+bwd"} | {f"{layer} {line}" for layer in more for line in ("fwd", "fwd+bwd", "weights")}
+        self.assertEqual(set(result["block"]["lines"]), lines)
+        self.assertEqual({layer: set(found) for layer, found in result["block"]["differences"].items()},
+                         {layer: set(tensors) for layer in layers[1:]})
         self.assertEqual(len(tensors), 7 if case.biases else 5)
         for tensor, entry in tensors.items():
             self.assertGreater(entry["largest"], 0, tensor)
-            self.assertEqual(set(entry["layers"]), {"block", "native"})
+            self.assertEqual(set(entry["layers"]), set(layers))
             for layer, found in entry["layers"].items():
-                self.assertLess(found["from_reference"], WITHIN * entry["largest"], (tensor, layer))
+                if layer not in more:
+                    self.assertLess(found["from_reference"], WITHIN * entry["largest"], (tensor, layer))
+        return {layer: {tensor: entry["layers"][layer]["from_reference"] / entry["largest"] for tensor, entry in tensors.items()}
+                for layer in more}
 
     def test_zipf_with_biases(self):
         self.compare(cases.CHECK, 2)
 
     def test_experts_that_ranks_do_not_divide(self):
         self.compare(cases.Case("odd", 37, 33, 21, 7, 3), 3, "--combine-precision", "exact", "--alignment", 4)
+
+    def test_experts_in_fp8(self):
+        case = cases.Case("fp8", 64, 256, 128, 8, 2)
+        for recipe in ("fp8_activations", "fp8"):
+            layer = f"block-{recipe}"
+            errors = self.compare(case, 2, "--alignment", 16, "--recipe", recipe, more=[layer])[layer]
+            for tensor, error in errors.items():
+                self.assertLess(error, 0.15, (recipe, tensor))
+                self.assertGreater(error, 100 * WITHIN, (recipe, tensor))
 
     def test_rounds_that_a_script_starts(self):
         rows, ranks = 8, 2
@@ -78,7 +94,7 @@ class Block(unittest.TestCase):
             chosen = matrix[moe_data.sample_rows(1, len(matrix), rows)]
             self.assertLess(abs(of_rank - chosen).max(), WITHIN * abs(matrix).max())
             self.assertGreater(abs(chosen).max(), 0)
-        self.assertEqual(set(differences), set(result["block"]["differences"]))
+        self.assertEqual(set(differences), set(result["block"]["differences"]["native"]))
         self.assertTrue(all(difference < WITHIN for difference in differences.values()), differences)
         for line in result["block"]["lines"].values():
             self.assertEqual(len(line["rounds_us"]), 2)

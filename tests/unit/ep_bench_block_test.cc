@@ -93,6 +93,17 @@ TEST_CASE("ep_bench --block refuses what it cannot measure") {
   CHECK(contains(refusal({"--block", "--dtype", "fp32", "--routing", "hot:0.5"}), "--routing is 'hot:0.5'"));
   CHECK(contains(refusal({"--block", "--dtype", "fp32", "--capacity", "7"}), "--capacity is '7'"));
   CHECK(contains(refusal({"--block", "--dtype", "fp32", "--tokens", "0"}), "--tokens is '0'"));
+  const auto recipe_refusal = [&](std::vector<const char*> more) {
+    std::vector<const char*> arguments{"--block", "--dtype", "fp32", "--recipe", "fp8"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return refusal(arguments);
+  };
+  CHECK(recipe_refusal({"--hidden", "64"}) == "--hidden is 64 and --recipe is 'fp8'; it must be a multiple of 128");
+  CHECK(recipe_refusal({"--ffn", "200"}) == "--ffn is 200 and --recipe is 'fp8'; it must be a multiple of 128");
+  CHECK(recipe_refusal({}) == "--alignment is 0 and --recipe is 'fp8'; it must be a multiple of 16");
+  CHECK(recipe_refusal({"--alignment", "16", "--biases"}) ==
+        "--biases is given and --recipe is 'fp8'; experts in FP8 have no biases");
+  CHECK(refusal({"--recipe", "fp8"}) == "--recipe requires --block");
   CHECK(contains(refusal({"--block", "--dtype", "fp32", "--pause-ms", "9"}), "--pause-ms is '9'"));
   CHECK(refusal({"--block", "--dtype", "fp32", "--ffn", "0"}) == "--ffn is 0; it must be between 1 and 1073741823");
   CHECK(refusal({"--block", "--dtype", "fp32", "--experts", "4097"}) == "--experts is 4097; it must be between 1 and 4096");
@@ -146,7 +157,9 @@ TEST_CASE("ep_bench --block reports ratios to its bounds") {
 
   const Options options = block_options({"--ffn", "48", "--tokens", "10", "--top-k", "2", "--hidden", "16"});
   CHECK(forward_flops(options) == 6.0 * 20 * 16 * 48);
-  BlockResults results{{line}, {{"out", 0.5, 2, 0.25}, {"grad_tokens", NAN, 2, 0.25}, {"grad_down", 0.6, 2, 0.25}}};
+  BlockResults results{
+      {line},
+      {{"native", "out", 0.5, 2, 0.25}, {"native", "grad_tokens", NAN, 2, 0.25}, {"block-fp8", "grad_down", 0.6, 2, 0.25}}};
   CHECK(results.differences[0].passed());
   CHECK_FALSE(results.differences[1].passed());
   CHECK_FALSE(results.differences[2].passed());
@@ -157,8 +170,9 @@ TEST_CASE("ep_bench --block reports ratios to its bounds") {
   CHECK(json["lines"]["block fwd"]["quartiles_us"] == nlohmann::json{28.0, 33.0});
   CHECK(json["lines"]["block fwd"]["rounds_us"] == nlohmann::json{29.0, 31.0});
   CHECK(json["lines"]["block fwd"]["paused_quartiles_us"].is_null());
-  CHECK(json["differences"]["grad_down"]["passed"] == false);
-  CHECK(contains(block_table(results, options), "0.3 of the largest element; 0.25 is allowed: WRONG"));
+  CHECK(json["differences"]["block-fp8"]["grad_down"]["passed"] == false);
+  CHECK(contains(block_table(results, options),
+                 "block-fp8 - block, grad_down: at most 0.6, 0.3 of the largest element; 0.25 is allowed: WRONG"));
 }
 
 } // namespace

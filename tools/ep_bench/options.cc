@@ -31,6 +31,8 @@ constexpr std::array<std::pair<const char*, epx_transport>, 2> kTransports{
     {{"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
 constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisions{
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
+constexpr std::array<std::pair<const char*, epx_moe_recipe>, 3> kRecipes{
+    {{"wide", EPX_MOE_RECIPE_WIDE}, {"fp8_activations", EPX_MOE_RECIPE_FP8_ACTIVATIONS}, {"fp8", EPX_MOE_RECIPE_FP8}}};
 constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
     {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
 constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{{{"rows", EPX_SCALES_ROWS},
@@ -232,7 +234,7 @@ bool built_with_mpi() {
 
 std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
-  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero",
+  std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero", recipe = "wide",
               row_format = "none", wire_format = "none", sum_format = "none", scale_layout = "rows",
               layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
   TokenRange token_range;
@@ -340,6 +342,11 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
                    "Also measure the whole MoE block, router to combine and back; on the host in fp32; see Figures below");
   add_number(app, "--ffn", options.block.ffn, "--block: elements of an expert's inner layer, F (SwiGLU)")->needs(block);
   app.add_flag("--biases", options.block.has_biases, "--block: the experts' projections have biases")->needs(block);
+  app.add_option(
+         "--recipe", recipe,
+         "--block: also measure a block whose experts are in FP8, beside the first: fp8_activations or fp8; wide: do not. "
+         "--hidden and --ffn are then multiples of 128, and --alignment is a multiple of 16")
+      ->needs(block);
   add_number(app, "--pause-ms", options.block.pause_ms,
              "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
       ->needs(block);
@@ -398,6 +405,7 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.scale_layout = value_of<epx_scale_layout>("--scale-layout", scale_layout, kScaleLayouts);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
+  options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kRecipes);
   options.seed = parse_seed(seed);
   check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
@@ -457,6 +465,9 @@ const char* to_string(Layout layout) {
 }
 const char* to_string(epx_pads pads) {
   return name_of<epx_pads>(pads, kPads);
+}
+const char* to_string(epx_moe_recipe recipe) {
+  return name_of<epx_moe_recipe>(recipe, kRecipes);
 }
 
 } // namespace epx::bench

@@ -11,6 +11,7 @@
 
 #include "base/dtypes.h"
 #include "epx/epx.h"
+#include "epx/epx_moe.h"
 #include "tools/named_formats.h"
 
 namespace epx::bench {
@@ -32,12 +33,13 @@ constexpr bool is_rank_major(Layout layout) {
 // BlockOptions say what --block measures.
 struct BlockOptions {
   bool is_measured = false;
-  int32_t ffn = 1024;         // F
-  bool has_biases = false;    // of both projections
-  int64_t pause_ms = 0;       // 0: no times after a pause
-  int32_t rounds = 1;         // the iterations of its lines are split into so many
-  std::string dump_directory; // empty: none
-  int32_t dump_rows = 0;      // of each tensor; 0: all
+  int32_t ffn = 1024;                          // F
+  bool has_biases = false;                     // of both projections
+  epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE; // of a second block beside the first; WIDE: none
+  int64_t pause_ms = 0;                        // 0: no times after a pause
+  int32_t rounds = 1;                          // the iterations of its lines are split into so many
+  std::string dump_directory;                  // empty: none
+  int32_t dump_rows = 0;                       // of each tensor; 0: all
 };
 
 // A NoiseTarget says when the iterations of a point may end.
@@ -134,6 +136,7 @@ const char* to_string(epx_scale_layout layout);    // "columns"
 const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
+const char* to_string(epx_moe_recipe recipe); // "fp8"
 const char* to_string(Layout layout);
 
 // Returns the bytes of a row of hidden elements of dtype. row_format.h has those of quantised rows.

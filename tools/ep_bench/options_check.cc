@@ -139,6 +139,24 @@ void refuse_with_block(const char* option, const std::string& value, const char*
   throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
 }
 
+// What products in FP8 take (epx_moe.h, "Grouped FFN in FP8").
+void check_recipe(const Options& options) {
+  const auto require_multiple = [&](const char* option, int64_t value, int64_t of) {
+    if (value == 0 || value % of != 0)
+      throw UsageError(fmt::format("{} is {} and --recipe is '{}'; it must be a multiple of {}", option, value,
+                                   to_string(options.block.recipe), of));
+  };
+  require_multiple("--hidden", options.hidden, 128);
+  require_multiple("--ffn", options.block.ffn, 128);
+  require_multiple("--alignment", options.alignment, 16);
+  if (options.block.has_biases)
+    throw UsageError(fmt::format("--biases is given and --recipe is '{}'; experts in FP8 have no biases",
+                                 to_string(options.block.recipe)));
+  if (options.transport == EPX_TRANSPORT_NCCL && options.dtype != EPX_BFLOAT16)
+    throw UsageError(fmt::format("--dtype is '{}' and --recipe is '{}'; on nccl experts in FP8 are beside bf16",
+                                 to_string(options.dtype), to_string(options.block.recipe)));
+}
+
 void check_block(const Options& options) {
   if (!options.block.is_measured) return;
   if (!built_with_moe()) throw UsageError("--block is given, but this ep_bench was built without libepx_moe");
@@ -159,6 +177,7 @@ void check_block(const Options& options) {
     refuse_with_block("--zone-stride", fmt::format("{}", options.zone_stride), "the block's zones follow each other");
   if (options.capacity > 0)
     refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
+  if (options.block.recipe != EPX_MOE_RECIPE_WIDE) check_recipe(options);
   if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");
 }
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tools/ep_bench/block/epx_layer.h"
 
+#include <fmt/format.h>
+
 namespace epx::bench {
 
 moe::RouterConfig router_config(const Options& options) {
@@ -18,14 +20,24 @@ moe::FfnConfig ffn_config(const Options& options, int32_t num_local_experts) {
   return config;
 }
 
-EpxLayer::EpxLayer(GroupView group, const Options& options, const BlockData& data, Memory& memory)
-    : group_(group), data_(data), calls_(memory) {
+EpxLayer::EpxLayer(GroupView group, const Options& options, epx_moe_recipe recipe, const BlockData& data, Memory& memory)
+    : name_("block"), group_(group), data_(data), calls_(memory) {
   moe::BlockConfig config;
   config.router = router_config(options);
   config.ffn = ffn_config(options, 0);
   config.dtype = options.dtype;
   config.alignment = options.alignment > 0 ? options.alignment : 1;
+  if (recipe != EPX_MOE_RECIPE_WIDE) {
+    name_ += fmt::format("-{}", to_string(recipe));
+    config.recipe = recipe;
+    config.weighting = EPX_MOE_WEIGHT_EARLY;
+    quantised_.emplace(data, memory).quantise();
+  }
   block_ = moe::Block(group, config);
+}
+
+std::optional<moe::Fp8Params> EpxLayer::fp8_params() const {
+  return quantised_ ? std::optional(quantised_->params()) : std::nullopt;
 }
 
 EpxLayer::~EpxLayer() {
@@ -33,13 +45,17 @@ EpxLayer::~EpxLayer() {
 }
 
 void EpxLayer::forward() {
-  calls_.run(
-      moe::BlockFwdArgs{.tokens = data_.tokens(), .logits = data_.logits(), .params = data_.params(), .out = data_.out()},
-      [&](const auto& args) { block_.fwd(args); });
+  calls_.run(moe::BlockFwdArgs{.tokens = data_.tokens(),
+                               .logits = data_.logits(),
+                               .params = data_.params(),
+                               .fp8_params = fp8_params(),
+                               .out = data_.out()},
+             [&](const auto& args) { block_.fwd(args); });
 }
 
 void EpxLayer::backward() {
   calls_.run(moe::BlockBwdArgs{.params = data_.params(),
+                               .fp8_params = fp8_params(),
                                .grad_out = data_.grad_out(),
                                .grad_tokens = data_.grad_tokens(),
                                .grad_logits = data_.grad_logits(),

@@ -17,6 +17,10 @@ public:
   virtual void forward() = 0;
   virtual void backward() = 0; // of the last forward
 
+  // What a trainer does once a step with weights that the layer takes in FP8. On a GPU it enqueues.
+  virtual bool quantises_weights() const { return false; }
+  virtual void quantise_weights() {}
+
   // True where neither waits for the device, so that they can be captured in a graph.
   virtual bool can_be_captured() const = 0;
 

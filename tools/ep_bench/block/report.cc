@@ -50,9 +50,9 @@ std::string block_table(const BlockResults& results, const Options& options) {
                         line.slowest_rank, cell(line.paused_us, 1), cell(line.tflops, 1), cell(line.dense_us, 1),
                         cell(line.wire_us, 1), cell(line.ratio(), 3), cell(line.max_ratio(), 3));
   for (const BlockDifference& difference : results.differences)
-    text += fmt::format("native - block, {}: at most {:.3g}, {:.3g} of the largest element; {:.3g} is allowed{}\n",
-                        difference.tensor, difference.largest, difference.largest / difference.scale, difference.limit,
-                        difference.passed() ? "" : ": WRONG");
+    text += fmt::format("{} - block, {}: at most {:.3g}, {:.3g} of the largest element; {:.3g} is allowed{}\n",
+                        difference.layer, difference.tensor, difference.largest, difference.largest / difference.scale,
+                        difference.limit, difference.passed() ? "" : ": WRONG");
   return text;
 }
 
@@ -74,12 +74,17 @@ nlohmann::json block_json(const BlockResults& results, const Options& options) {
                         {"ratio", json_or_null(line.ratio())},
                         {"max_ratio", json_or_null(line.max_ratio())}};
   for (const BlockDifference& difference : results.differences)
-    differences[difference.tensor] = {{"largest", difference.largest},
-                                      {"scale", difference.scale},
-                                      {"limit", difference.limit},
-                                      {"passed", difference.passed()}};
-  return {{"ffn", options.block.ffn},       {"biases", options.block.has_biases}, {"pause_ms", options.block.pause_ms},
-          {"rounds", options.block.rounds}, {"libraries", results.libraries},     {"lines", lines},
+    differences[difference.layer][difference.tensor] = {{"largest", difference.largest},
+                                                        {"scale", difference.scale},
+                                                        {"limit", difference.limit},
+                                                        {"passed", difference.passed()}};
+  return {{"ffn", options.block.ffn},
+          {"biases", options.block.has_biases},
+          {"recipe", to_string(options.block.recipe)},
+          {"pause_ms", options.block.pause_ms},
+          {"rounds", options.block.rounds},
+          {"libraries", results.libraries},
+          {"lines", lines},
           {"differences", differences}};
 }
 

@@ -34,10 +34,11 @@ struct BlockFigures {
   std::optional<double> max_ratio() const;
 };
 
-// How far the native layer's outputs are from the block's, with --verify or --dump; of the rows that are dumped.
+// How far another layer's outputs are from the block's, with --verify or --dump; of the rows that are dumped.
 struct BlockDifference {
+  std::string layer; // "native", or the block with a recipe
   std::string tensor;
-  double largest = 0; // |native - block|, any element of any rank
+  double largest = 0; // |layer - block|, any element of any rank
   double scale = 0;   // the largest |block|
   double limit = 0;   // largest / scale may be so much
 
