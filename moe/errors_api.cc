@@ -80,7 +80,8 @@ std::string describe(const ErrorRecord& record) {
   case EPX_MOE_ERROR_ZONE_COUNT:
     return fmt::format("counts[{}] is {}; its zone has {} rows", i, value, record.limit);
   case EPX_MOE_ERROR_ZONE_ALIGNMENT:
-    return fmt::format("offsets[{}] is {}; products in FP8 take zones that begin at multiples of {}", i, value, record.limit);
+    return fmt::format("offsets[{}] is {}; products in FP8 take zones that begin at multiples of {}", i, value,
+                       record.limit);
   }
   return "an error of no known kind";
 }

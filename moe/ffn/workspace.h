@@ -34,7 +34,7 @@ public:
   size_t bytes() const { return bytes_; }
 
 private:
-  static constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 16; // the parts of a call add up without overflow
+  static constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 16; // parts of a call add up without overflow
 
   void* take_bytes(size_t bytes) {
     void* const part = memory_ != nullptr ? memory_ + bytes_ : nullptr;

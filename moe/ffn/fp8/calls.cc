@@ -24,9 +24,9 @@ epx_dtype wide_at(Place place) {
 }
 
 // A call's tensors, whose dimensions follow from the shape and from N.
-class Reader {
+class TensorReader {
 public:
-  Reader(const FfnShape& shape, int64_t num_rows, Place place)
+  TensorReader(const FfnShape& shape, int64_t num_rows, Place place)
       : shape_(shape), rows_{"N", num_rows}, wide_(wide_at(place)) {}
 
   Dim rows() const { return rows_; }
@@ -165,7 +165,7 @@ void require_fp8_recipe(epx_moe_recipe recipe) {
 
 CheckedFp8Ffn::CheckedFp8Ffn(const FfnShape& shape, const epx_moe_ffn_fp8_args* args, FfnOutputs outputs) : shape_(shape) {
   const Place place = require_args(args);
-  const Reader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
+  const TensorReader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
   const epx_moe_fp8_params& params = require_params(args->params);
   call_.tokens = reader.read_rows(args->recv_tokens, "recv_tokens", args->recv_scales, "recv_scales");
   call_.gate_up =
@@ -192,7 +192,7 @@ void CheckedFp8Ffn::run() const {
 CheckedFp8FfnBwd::CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_bwd_args* args) : shape_(shape) {
   const Place place = require_args(args);
   require_fp8_recipe(args->recipe);
-  const Reader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
+  const TensorReader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
   const epx_moe_fp8_params& params = require_params(args->params);
   call_.recipe = args->recipe;
   call_.tokens = reader.read_rows(args->recv_tokens, "recv_tokens", args->recv_scales, "recv_scales");
