@@ -95,8 +95,8 @@ typedef enum epx_moe_op EPX_ENUM_INT32 {
  * - OFFSET: offsets[i] = value is less than the one before it, or beyond the rows. ZONE_COUNT: counts[i] = value does not
  *   fit its zone, which has `limit` rows. The FFN takes what of such zones lies within the rows; where zones overlap, the
  *   rows that they share hold the output of any of them. epx_moe_quantise_... may leave out any part of such zones.
- * - ZONE_ALIGNMENT: offsets[i] = value is no multiple of `limit`, and its zone has rows. Tensor cores take such a zone for empty
- *   in the gradients of weights. */
+ * - ZONE_ALIGNMENT: offsets[i] = value is no multiple of `limit`, and its zone has rows. Tensor cores take such a
+ *   zone for empty in the gradients of weights. */
 typedef enum epx_moe_error_kind EPX_ENUM_INT32 {
   EPX_MOE_ERROR_NONE = 0,
   EPX_MOE_ERROR_EXPERT = 1,
@@ -571,33 +571,35 @@ EPX_API epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_
 
 /** @defgroup ffn_fp8 Grouped FFN in FP8
  *
- * The grouped FFN with SWIGLU whose products multiply FLOAT8_E4M3, as groups "Row formats" of epx.h and "Quantisers" define it:
- * a scale for each 128 elements of a row, one for each 128 x 128 of a weight. H and F are multiples of 128, and N of 16. There
- * are no biases. What is not quantised is *wide*: FLOAT32 on the host, BFLOAT16 on CUDA.
+ * The grouped FFN with SWIGLU whose products multiply FLOAT8_E4M3, as groups "Row formats" of epx.h and "Quantisers" define
+ * it: a scale for each 128 elements of a row, one for each 128 x 128 of a weight. H and F are multiples of 128, and N of
+ * 16. There are no biases. What is not quantised is *wide*: FLOAT32 on the host, BFLOAT16 on CUDA.
  *
- * The codes of each block of 128 elements are multiplied and summed by themselves; the sum times both scales is added to that of
- * the blocks before it, in FLOAT32. On the host the dequantised elements are multiplied, in FLOAT32. The rows between the
- * products, and the gradients of pre_act, are quantised with BLOCK128 and an amax_floor of 0. They are computed and quantised in
- * FLOAT32 (epx_moe_quantise_swiglu).
+ * The codes of each block of 128 elements are multiplied and summed by themselves; the sum times both scales is added to
+ * that of the blocks before it, in FLOAT32. On the host the dequantised elements are multiplied, in FLOAT32. The rows
+ * between the products, and the gradients of pre_act, are quantised with BLOCK128 and an amax_floor of 0. They are computed
+ * and quantised in FLOAT32 (epx_moe_quantise_swiglu); with EPX_MOE_RECIPE_FP8_ACTIVATIONS the gradients are rounded to wide
+ * before.
  *
- * On CUDA all tensors but counts, offsets, recv_weights and grad_recv_weights are aligned to 16 bytes. A GPU of compute capability
- * 9.0 multiplies on tensor cores, if the library was built with CUTLASS.
+ * On CUDA all tensors but counts, offsets, recv_weights and grad_recv_weights are aligned to 16 bytes. A GPU of compute
+ * capability 9.0 multiplies on tensor cores, if the library was built with CUTLASS.
  * @{ */
 
 /** Which of the experts' products multiply FLOAT8_E4M3. */
 typedef enum epx_moe_recipe EPX_ENUM_INT32 {
   EPX_MOE_RECIPE_WIDE = 0, /**< none */
-  /** Those of the forward, and the gradients of rows. The gradients of weights are products of wide rows: of those received and
-   * of their gradients, both dequantised, and of the inner ones, which are not quantised for it. */
+  /** Those of the forward, and the gradients of rows. The gradients of weights are products of wide rows: of those received
+   * and of the gradients of expert_out, both dequantised, and of the inner ones, which are not quantised for it. */
   EPX_MOE_RECIPE_FP8_ACTIVATIONS = 1,
-  /** All. The gradients of weights multiply columns of the zones. Those of rows that were received in FP8 are quantised a second
-   * time (epx_moe_quantise_rows). Zones begin at multiples of 16, as with an alignment of 16: see EPX_MOE_ERROR_ZONE_ALIGNMENT. */
+  /** All. The gradients of weights multiply columns of the zones. Those of rows that were received in FP8 are quantised a
+   * second time (epx_moe_quantise_rows). Zones begin at multiples of 16, as with an alignment of 16: see
+   * EPX_MOE_ERROR_ZONE_ALIGNMENT. */
   EPX_MOE_RECIPE_FP8 = 2
 } epx_moe_recipe;
 
-/** Weights of this rank's experts, gate and up stacked, as two calls of epx_moe_quantise_weights() make them of gate_up_weight
- * and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32 or BFLOAT16. A forward looks at the
- * first four, a backward at the others. */
+/** Weights of this rank's experts, gate and up stacked, as two calls of epx_moe_quantise_weights() make them of
+ * gate_up_weight and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32 or BFLOAT16. A
+ * forward looks at the first four, a backward at the others. That of a block with `recompute` looks at gate_up_codes, too. */
 typedef struct epx_moe_fp8_params {
   size_t struct_size;
   const epx_tensor* gate_up_codes;             /**< [E_l, 2F, H] FLOAT8_E4M3, as all codes */
@@ -708,10 +710,11 @@ typedef struct epx_moe_block_config {
    * are NULL, its scale_layout ROWS. dtype is not FLOAT64; H is even with NV. All other rows stay wide: those of combine
    * and of the backward, whose gradients pass straight through the quantiser. */
   const epx_row_format* dispatch_format;
-  /** Which products of the experts are in FP8 (group "Grouped FFN in FP8"). Default WIDE. In the others rows travel to their
-   * experts in FP8 and arrive so: tokens with BLOCK128 and its default floor, the gradients of combine with a floor of 0. What
-   * travels home is in `dtype`. The activation is SWIGLU, the weighting EARLY, H and F are multiples of 128, dtype is FLOAT32 on
-   * the host and BFLOAT16 on GPUs, and dispatch_format is NULL. With FP8 `alignment` is a multiple of 16. */
+  /** Which products of the experts are in FP8 (group "Grouped FFN in FP8"). Default WIDE. In the others rows travel to
+   * their experts in FP8 and arrive so: tokens with BLOCK128 and its default floor, the gradients of combine with a floor
+   * of 0. What travels home is in `dtype`. The activation is SWIGLU, the weighting EARLY, H and F are multiples of 128,
+   * dtype is FLOAT32 on the host and BFLOAT16 on GPUs, and dispatch_format is NULL. With FP8 `alignment` is a multiple of
+   * 16. */
   epx_moe_recipe recipe;
   int32_t reserved0;   /**< 0 */
   int64_t reserved[4]; /**< 0 */
@@ -724,9 +727,11 @@ EPX_API epx_status epx_moe_block_config_init(epx_moe_block_config* config, size_
  *
  * Another block of the group fits into the arena where it needs no more than `block` of each of four kinds of memory, in
  * bytes. The arena's max_rows takes the place of R there. The four kinds:
- * - Rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out. With a recipe in
+ * - Rows that peers reach for a flight: recv_tokens, recv_weights and, with EPX_MOE_WEIGHT_LATE, expert_out. With a recipe
+ * in
  *   FP8 recv_tokens take a byte for an element, and 4 bytes for 128 elements.
- * - Rows that peers reach for all flights: the gradients of these three, whatever the weighting. That of expert_out takes what
+ * - Rows that peers reach for all flights: the gradients of these three, whatever the weighting. That of expert_out takes
+ * what
  *   recv_tokens take.
  * - Memory for a flight: handle memory, the router's results and logits, and the FFN's inner rows unless `recompute` is 1.
  * - Workspace: the gradient of the weights, the FFN's inner rows if `recompute` is 1, and on a GPU the workspace of the
@@ -742,9 +747,9 @@ typedef struct epx_moe_arena_config {
   /** Forwards, of all blocks together, whose backward is still to come; >= 1; default 1. */
   int32_t num_flights;
   int32_t reserved0; /**< 0 */
-  /** The most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose slot lies beyond
-   * is dropped. The group's status reports it in each operation that moves rows (EPX_EVENT_TOO_FEW_ROWS). Without a
-   * group: 0. */
+  /** The most rows that a rank receives in a call, at most the group's R; 0 (default): R. A route whose slot lies beyond is
+   * dropped. With a recipe in FP8 it is rounded up to a multiple of 16. The group's status reports it in each operation
+   * that moves rows (EPX_EVENT_TOO_FEW_ROWS). Without a group: 0. */
   int64_t max_rows;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_arena_config;

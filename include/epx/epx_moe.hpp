@@ -255,7 +255,8 @@ struct FfnBwdArgs {
 
 // ---- Grouped FFN in FP8 ----------------------------------------------------------------------------------------------
 
-// An epx_moe_fp8_params that holds its tensors. A forward needs the first four, a backward the others.
+// An epx_moe_fp8_params that holds its tensors. A forward needs the first four, a backward the others; that of a block with
+// `recompute` the first two as well.
 struct Fp8Params {
   ConstTensor gate_up_codes = {};
   ConstTensor gate_up_scales = {};
@@ -753,7 +754,7 @@ struct BlockFwdArgs {
   ConstTensor logits = {};
   ConstTensor selection_bias = {}; // optional, as is the next
   ConstTensor token_mask = {};
-  FfnParams params = {};                    // unless fp8_params are given
+  FfnParams params = {};                    // ignored where fp8_params are given
   std::optional<Fp8Params> fp8_params = {}; // iff the block's recipe is in FP8
   Tensor out = {};
   Tensor topk_idx = {}; // optional, as all that follow

@@ -15,6 +15,8 @@
 namespace epx::moe {
 namespace {
 
+constexpr const char* kFp8ParamsName = "fp8_params"; // in messages
+
 // Rows that travel to their experts, with their scales where they arrive in FP8.
 struct TravelledRows {
   TravelledRows() = default;
@@ -194,7 +196,7 @@ DispatchPath::Compute DispatchPath::experts_forward(const PathCall& call, const 
   require_params(args);
   if (plan().is_fp8()) {
     const auto fp8 = fill(fp8_args<epx_moe_ffn_fp8_args>(call, args.fp8_params, mine));
-    return computing(CheckedFp8Ffn(plan().ffn, &fp8));
+    return computing(CheckedFp8Ffn(plan().ffn, &fp8, kFp8ParamsName));
   }
   const auto wide = fill(ffn_args<epx_moe_ffn_args>(call, args.params, mine));
   return computing(CheckedFfn(plan().ffn, &wide));
@@ -207,7 +209,7 @@ DispatchPath::Compute DispatchPath::experts_again(const PathCall& call, const ep
   if (plan().is_fp8()) {
     auto fp8 = fp8_args<epx_moe_ffn_fp8_args>(call, args.fp8_params, mine);
     fp8.pre_act = mine.pre_act.get();
-    return computing(CheckedFp8Ffn(plan().ffn, &fp8, FfnOutputs::pre_act));
+    return computing(CheckedFp8Ffn(plan().ffn, &fp8, kFp8ParamsName, FfnOutputs::pre_act));
   }
   auto wide = ffn_args<epx_moe_ffn_args>(call, args.params, mine);
   wide.pre_act = mine.pre_act.get();
@@ -230,7 +232,7 @@ DispatchPath::Compute DispatchPath::experts_backward(const PathCall& call, const
     auto fp8 = fill(fp8_args<epx_moe_ffn_fp8_bwd_args>(call, args.fp8_params, mine));
     fp8.grad_scales = mine.grad_expert_out.scales.get();
     fp8.recipe = plan().recipe;
-    return computing(CheckedFp8FfnBwd(plan().ffn, &fp8));
+    return computing(CheckedFp8FfnBwd(plan().ffn, &fp8, kFp8ParamsName));
   }
   const auto wide = fill(ffn_args<epx_moe_ffn_bwd_args>(call, args.params, mine));
   return computing(CheckedFfnBwd(plan().ffn, &wide));

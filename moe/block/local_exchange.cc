@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Rows of a
-// format are quantised as a group's are. A block has no weights where it gives combine_bwd a format. Its handle memory is the number of rows in use and the row map.
+// The five operations where all experts are on one rank: the local permutation, with
+// the bits of EPX_COMBINE_EXACT. Rows of a format are quantised as a group's are. Where a block gives combine_bwd a format,
+// the FFN applies the weights. Its handle memory is the number of rows in use and the row map.
 #include <algorithm>
 #include <vector>
 
@@ -19,8 +20,8 @@ namespace {
 template <typename T>
 class QuantisedRows {
 public:
-  QuantisedRows(const epx_row_format& format, const T* rows, int64_t num_rows, int64_t hidden)
-      : wire_(check_format(format, "dispatch"), hidden), num_rows_(num_rows), hidden_(hidden),
+  QuantisedRows(const epx_row_format& format, const char* operation, const T* rows, int64_t num_rows, int64_t hidden)
+      : wire_(check_format(format, operation), hidden), num_rows_(num_rows), hidden_(hidden),
         pitch_((wire_.bytes() + kAlignment - 1) / kAlignment * kAlignment),
         quantised_(static_cast<size_t>(num_rows * pitch_)) {
     const host::DefaultFloatEnvironment environment;
@@ -85,7 +86,7 @@ public:
     const int64_t hidden = args.tokens->sizes[1];
     const T* tokens = data_of<T>(args.tokens);
     if (args.format != nullptr) {
-      QuantisedRows<T> quantised(*args.format, tokens, args.tokens->sizes[0], hidden);
+      QuantisedRows<T> quantised(*args.format, "dispatch", tokens, args.tokens->sizes[0], hidden);
       if (args.format->recv_scales != nullptr) {
         quantised.scatter(map, *args.recv_tokens, *args.format->recv_scales);
       } else {
@@ -109,7 +110,7 @@ public:
     const T* const grad_out = data_of<T>(args.grad_out);
     const int64_t hidden = args.grad_out->sizes[1];
     if (args.format != nullptr)
-      return QuantisedRows<T>(*args.format, grad_out, args.grad_out->sizes[0], hidden)
+      return QuantisedRows<T>(*args.format, "combine_bwd", grad_out, args.grad_out->sizes[0], hidden)
           .scatter(map, *args.grad_expert_out, *args.format->recv_scales);
     scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
     if (args.grad_recv_weights == nullptr) return;

@@ -47,8 +47,8 @@ DeviceMemory make_device_memory(int device, size_t bytes); // aligned to 256 byt
 
 void copy_async(void* to, const void* from, size_t bytes, epx_stream stream);
 
-// Loads the kernels that a block of the dtype launches, in FP8 or not, onto the current device. CUDA would load each at its first launch and
-// wait for the kernels that run, one of which may wait for a peer.
+// Loads the kernels that a block of the dtype launches, in FP8 or not, onto the current device. CUDA would load each at its
+// first launch and wait for the kernels that run, one of which may wait for a peer.
 void load_block_kernels(epx_dtype dtype, bool is_fp8);
 
 void delete_stream_order(epx::cuda::StreamOrder* order) noexcept;

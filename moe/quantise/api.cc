@@ -26,7 +26,7 @@ void require_scales_of_rows(const epx_moe_quantise_rows_args& args, int64_t hidd
     fail(EPX_ERROR_INVALID_ARGUMENT, "scale_layout is {}, but rows are {}; without scales it must be EPX_SCALES_ROWS (0)",
          static_cast<int>(args.scale_layout), name_of(call.dtype));
   if (!has_scales) return;
-  require_scale_layout({EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f}, args.scale_layout, "scale_layout");
+  require_scale_layout(kBlock128WithoutFloor, args.scale_layout, "scale_layout");
   call.scale_layout = {args.scale_layout, sizeof(float), hidden / kQuantiseBlock, call.zones.num_rows};
   require_scales(args.scales, "scales", {EPX_FLOAT32}, call.scale_layout);
   call.scales = data_of<const float>(args.scales);

@@ -14,6 +14,9 @@
 
 namespace epx::moe {
 
+// What dequantises all E4M3 rows with float32 scales, and quantises blocks of any magnitude.
+inline constexpr WireFormat kBlock128WithoutFloor{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f};
+
 // Where the rows of each zone are. Without zones all rows are one.
 struct RowZones {
   int64_t num_rows; // N

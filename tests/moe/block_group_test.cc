@@ -99,12 +99,27 @@ TEST_CASE("experts in FP8 are near those that are not") {
     Layer wide = fp8;
     wide.config.recipe = EPX_MOE_RECIPE_WIDE;
     wide.run_locally();
-    // One product of two operands in E4M3 has an error of 3.8e-2 on Gaussian numbers (relative, of the norm); here are two in a row.
+    // One product of two operands in E4M3 has an error of 3.8e-2 on Gaussian numbers (relative, of the norm); here are two
+    // in a row.
     CHECK(relative_error(fp8.output.out, wide.output.out) <= 8e-2);
     CHECK(relative_error(fp8.gradients.tokens, wide.gradients.tokens) <= 0.12);
     CHECK(relative_error(*fp8.gradients.params.gate_up_weight, *wide.gradients.params.gate_up_weight) <= 0.12);
     CHECK(relative_error(*fp8.gradients.params.down_weight, *wide.gradients.params.down_weight) <= 0.12);
   }
+}
+
+TEST_CASE("small gradients of experts in FP8 are not lost") {
+  Layer fp8 = make_layer(73, fp8_options(EPX_MOE_RECIPE_FP8));
+  for (int64_t i = 0; i < fp8.input.grad_out.count(); ++i)
+    fp8.input.grad_out[i] *= 1e-9f; // with the default floor of amax these would be zero
+  fp8.run_locally();
+  Layer wide = fp8;
+  wide.config.recipe = EPX_MOE_RECIPE_WIDE;
+  wide.run_locally();
+  CHECK(relative_error(fp8.gradients.tokens, wide.gradients.tokens) <= 0.12);
+  CHECK(relative_error(*fp8.gradients.params.gate_up_weight, *wide.gradients.params.gate_up_weight) <= 0.12);
+  each_rank(kSplits[1], fp8_group_config(group_config(EPX_COMBINE_EXACT)),
+            [&](const Rank& rank) { RankBlock(rank, fp8).run(); });
 }
 
 TEST_CASE("experts in FP8 keep pre_act or compute it again, and routes beyond an arena's rows are dropped") {
@@ -335,6 +350,7 @@ TEST_CASE("an option that differs between ranks is named on all ranks, with both
        "block's dispatch_format.amax_floor ?: rank 0 has 0.0001, rank % has 0.5"},
       {on_arena, [](Args& a) { a.block.dispatch_format = RowFormat(EPX_SCALING_NV).get(); },
        "arena's block.dispatch_format.scaling ?: rank 0 has none, rank % has nv"},
+      {nothing, [](Args& a) { a.block.recipe = EPX_MOE_RECIPE_FP8; }, "block's recipe ?: rank 0 has wide, rank % has fp8"},
       {on_arena, [](Args& a) { a.num_flights = 4; }, "arena's num_flights ?: rank 0 has 2, rank % has 4"},
       {on_arena, [](Args& a) { a.max_rows = 5; }, "arena's max_rows ?: rank 0 has 0, rank % has 5"},
       {on_arena, [](Args& a) { a.block.weighting = EPX_MOE_WEIGHT_EARLY; },

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of the grouped FFN in FP8 with bad input are refused with a sentence that has the names and values, and write nothing.
+// Calls of the grouped FFN in FP8 with bad input are refused with a sentence that has the names and values, and write
+// nothing.
 #include <string>
 #include <vector>
 

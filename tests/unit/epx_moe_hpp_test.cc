@@ -223,6 +223,10 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
            {"epx_moe_ffn_bwd", [&] { moe::ffn_bwd(ffn, {}); }},
            {"epx_moe_ffn_bwd_workspace", [&] { static_cast<void>(moe::ffn_bwd_workspace(ffn, {})); }},
+           {"epx_moe_ffn_fp8", [&] { moe::ffn_fp8(ffn, {}); }},
+           {"epx_moe_ffn_fp8_workspace", [&] { static_cast<void>(moe::ffn_fp8_workspace(ffn, {})); }},
+           {"epx_moe_ffn_fp8_bwd", [&] { moe::ffn_fp8_bwd(ffn, {}); }},
+           {"epx_moe_ffn_fp8_bwd_workspace", [&] { static_cast<void>(moe::ffn_fp8_bwd_workspace(ffn, {})); }},
            {"epx_moe_arena_create", [&] { moe::Arena(epx::GroupView(), {}); }},
            {"epx_moe_arena_query", [&] { moe::ArenaView().query(); }},
            {"epx_moe_block_create", [&] { moe::Block(epx::GroupView(), {}); }},
@@ -373,6 +377,73 @@ TEST_CASE("epx_moe.hpp: rows are sorted, computed and brought back") {
   CHECK(grad_recv_weights[3] == 36); // down * x^2
   CHECK(grad_down == std::vector<float>{4, 0.5F + 18});
   static_cast<void>(moe::ffn_bwd_workspace(config, bwd));
+}
+
+// Of constants, so that each product is one number: h = 2 * silu(1) quantises to 448 of its scale.
+TEST_CASE("epx_moe.hpp: the FFN in FP8 forward and backward") {
+  constexpr int64_t kSize = 128, kRows = 16;
+  moe::FfnConfig config;
+  config.num_local_experts = 1;
+  config.hidden_dim = config.ffn_dim = kSize;
+  const uint8_t one = 0x38; // of E4M3
+  std::vector<uint8_t> codes(2 * kSize * kSize, one), rows(kRows * kSize, one);
+  const std::vector<float> scales(2, 1.0F / kSize), row_scales(kRows, 1.0F), weights(kRows, 2.0F);
+  const std::vector<int32_t> counts = {1}, offsets = {0, 16};
+  const auto codes_of = [&](int64_t r, int64_t c) { return epx::ConstTensor(codes.data(), EPX_FLOAT8_E4M3, {1, r, c}); };
+  const auto scales_of = [&](int64_t r, int64_t c) { return epx::ConstTensor(scales.data(), EPX_FLOAT32, {1, r, c}); };
+  const moe::Fp8Params params = {.gate_up_codes = codes_of(2 * kSize, kSize),
+                                 .gate_up_scales = scales_of(2, 1),
+                                 .down_codes = codes_of(kSize, kSize),
+                                 .down_scales = scales_of(1, 1),
+                                 .gate_up_transposed_codes = codes_of(kSize, 2 * kSize),
+                                 .gate_up_transposed_scales = scales_of(1, 2),
+                                 .down_transposed_codes = codes_of(kSize, kSize),
+                                 .down_transposed_scales = scales_of(1, 1)};
+  std::vector<float> out(kRows * kSize, -1.0F), pre_act(kRows * 2 * kSize), grad_recv(kRows * kSize), grad_weights(kRows),
+      grad_gate_up(2 * kSize * kSize, -1.0F), grad_down(kSize * kSize, -1.0F);
+  const epx::ConstTensor tokens(rows.data(), EPX_FLOAT8_E4M3, {kRows, kSize});
+  const moe::FfnFp8Args fwd = {.params = params,
+                               .recv_tokens = tokens,
+                               .recv_scales = {row_scales, {kRows, 1}},
+                               .counts = counts,
+                               .offsets = offsets,
+                               .recv_weights = weights,
+                               .expert_out = {out, {kRows, kSize}},
+                               .pre_act = {pre_act, {kRows, 2 * kSize}}};
+  moe::ffn_fp8(config, fwd);
+  const float silu = 1 / (1 + std::exp(-1.0F));
+  CHECK(pre_act[0] == 1);
+  CHECK(std::abs(out[0] - 2 * silu) < 1e-5F);
+  CHECK(out[kSize] == -1); // a pad
+  CHECK(moe::ffn_fp8_workspace(config, fwd) > 0);
+  moe::FfnFp8BwdArgs bwd = {
+      .params = params,
+      .recv_tokens = tokens,
+      .recv_scales = {row_scales, {kRows, 1}},
+      .counts = counts,
+      .offsets = offsets,
+      .recv_weights = weights,
+      .pre_act = {pre_act, {kRows, 2 * kSize}},
+      .grad_expert_out = tokens,
+      .grad_scales = {row_scales, {kRows, 1}},
+      .grad_recv = {grad_recv, {kRows, kSize}},
+      .grad_recv_weights = grad_weights,
+      .grads = {.gate_up_weight = {grad_gate_up, {1, 2 * kSize, kSize}}, .down_weight = {grad_down, {1, kSize, kSize}}}};
+  const float of_gate = 2 * silu * (2 - silu), of_up = 2 * silu; // the gradient of h is 2
+  for (const epx_moe_recipe recipe : {EPX_MOE_RECIPE_FP8_ACTIVATIONS, EPX_MOE_RECIPE_FP8}) {
+    bwd.recipe = recipe;
+    bwd.accumulate = false;
+    moe::ffn_fp8_bwd(config, bwd);
+    CHECK(std::abs(grad_recv[0] - (of_gate + of_up)) < 1e-4F);
+    CHECK(std::abs(grad_weights[0] - kSize * silu) < 1e-3F);
+    CHECK(std::abs(grad_gate_up[0] - of_gate) < 1e-4F);
+    CHECK(std::abs(grad_gate_up[kSize * kSize] - of_up) < 1e-4F);
+    CHECK(std::abs(grad_down[0] - 2 * silu) < 1e-4F);
+    bwd.accumulate = true;
+    moe::ffn_fp8_bwd(config, bwd);
+    CHECK(std::abs(grad_down[0] - 4 * silu) < 1e-4F);
+    CHECK(moe::ffn_fp8_bwd_workspace(config, bwd) > 0);
+  }
 }
 
 TEST_CASE("epx_moe.hpp: rows and weights are quantised") {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <string>
 
 #include "moe/cuda/cuda_call.h"
 #include "moe/ffn/cuda/fp8_ops.h"
@@ -56,10 +57,11 @@ private:
 };
 
 // Throws unless the tensors of a call in FP8 are memory of the device, aligned for TMA.
-void require_fp8_memory(const CudaCall& call, std::initializer_list<NamedTensor> tensors) {
+void require_fp8_memory(const CudaCall& call, const char* owner, std::initializer_list<NamedTensor> tensors) {
   for (const NamedTensor& named : tensors) {
-    call.require_memory(named.tensor, named.name);
-    call.require_aligned(named.tensor, named.name, kTmaAlignment);
+    const std::string name = owner != nullptr ? fmt::format("{}.{}", owner, named.name) : named.name;
+    call.require_memory(named.tensor, name.c_str());
+    call.require_aligned(named.tensor, name.c_str(), kTmaAlignment);
   }
 }
 
@@ -117,39 +119,45 @@ CudaCall make_call(const FfnShape& shape, const epx_moe_ffn_bwd_args& args) {
   return call;
 }
 
-CudaCall make_call(const epx_moe_ffn_fp8_args& args, size_t workspace_bytes) {
+CudaCall make_call(const epx_moe_ffn_fp8_args& args, const char* params_name, size_t workspace_bytes) {
   CudaCall call(*args.cuda, EPX_MOE_OP_FFN_FP8, workspace_bytes,
                 {{args.counts, "counts"}, {args.offsets, "offsets"}, {args.recv_weights, "recv_weights"}});
-  require_fp8_memory(call, {{args.params->gate_up_codes, "params.gate_up_codes"},
-                            {args.params->gate_up_scales, "params.gate_up_scales"},
-                            {args.params->down_codes, "params.down_codes"},
-                            {args.params->down_scales, "params.down_scales"},
-                            {args.recv_tokens, "recv_tokens"},
-                            {args.recv_scales, "recv_scales"},
-                            {args.expert_out, "expert_out"},
-                            {args.pre_act, "pre_act"}});
+  const epx_moe_fp8_params& params = *args.params;
+  require_fp8_memory(call, params_name,
+                     {{params.gate_up_codes, "gate_up_codes"},
+                      {params.gate_up_scales, "gate_up_scales"},
+                      {params.down_codes, "down_codes"},
+                      {params.down_scales, "down_scales"}});
+  require_fp8_memory(call, nullptr,
+                     {{args.recv_tokens, "recv_tokens"},
+                      {args.recv_scales, "recv_scales"},
+                      {args.expert_out, "expert_out"},
+                      {args.pre_act, "pre_act"}});
   return call;
 }
 
-CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, size_t workspace_bytes) {
+CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, const char* params_name, size_t workspace_bytes) {
   CudaCall call(*args.cuda, EPX_MOE_OP_FFN_FP8_BWD, workspace_bytes,
                 {{args.counts, "counts"},
                  {args.offsets, "offsets"},
                  {args.recv_weights, "recv_weights"},
                  {args.grad_recv_weights, "grad_recv_weights"}});
-  const epx_moe_ffn_params* const grads = args.grads;
-  require_fp8_memory(call, {{args.params->gate_up_transposed_codes, "params.gate_up_transposed_codes"},
-                            {args.params->gate_up_transposed_scales, "params.gate_up_transposed_scales"},
-                            {args.params->down_transposed_codes, "params.down_transposed_codes"},
-                            {args.params->down_transposed_scales, "params.down_transposed_scales"},
-                            {args.recv_tokens, "recv_tokens"},
-                            {args.recv_scales, "recv_scales"},
-                            {args.pre_act, "pre_act"},
-                            {args.grad_expert_out, "grad_expert_out"},
-                            {args.grad_scales, "grad_scales"},
-                            {args.grad_recv, "grad_recv"},
-                            {grads != nullptr ? grads->gate_up_weight : nullptr, "grads.gate_up_weight"},
-                            {grads != nullptr ? grads->down_weight : nullptr, "grads.down_weight"}});
+  const epx_moe_fp8_params& params = *args.params;
+  require_fp8_memory(call, params_name,
+                     {{params.gate_up_transposed_codes, "gate_up_transposed_codes"},
+                      {params.gate_up_transposed_scales, "gate_up_transposed_scales"},
+                      {params.down_transposed_codes, "down_transposed_codes"},
+                      {params.down_transposed_scales, "down_transposed_scales"}});
+  require_fp8_memory(call, nullptr,
+                     {{args.recv_tokens, "recv_tokens"},
+                      {args.recv_scales, "recv_scales"},
+                      {args.pre_act, "pre_act"},
+                      {args.grad_expert_out, "grad_expert_out"},
+                      {args.grad_scales, "grad_scales"},
+                      {args.grad_recv, "grad_recv"}});
+  if (args.grads != nullptr)
+    require_fp8_memory(call, "grads",
+                       {{args.grads->gate_up_weight, "gate_up_weight"}, {args.grads->down_weight, "down_weight"}});
   return call;
 }
 

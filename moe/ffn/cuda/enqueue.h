@@ -16,9 +16,9 @@ void enqueue(const FfnShape& shape, const ParamTensors& params, const epx_moe_ff
 void enqueue(const FfnShape& shape, const ParamTensors& params, const ParamTensors& grads, const epx_moe_ffn_bwd_args& args,
              const CudaCall& call);
 
-// In FP8. The workspace has so many bytes, and zones that have rows begin at multiples of so many.
-CudaCall make_call(const epx_moe_ffn_fp8_args& args, size_t workspace_bytes);
-CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, size_t workspace_bytes);
+// In FP8. `params_name` is what messages call args.params. Zones that have rows begin at multiples of zone_alignment.
+CudaCall make_call(const epx_moe_ffn_fp8_args& args, const char* params_name, size_t workspace_bytes);
+CudaCall make_call(const epx_moe_ffn_fp8_bwd_args& args, const char* params_name, size_t workspace_bytes);
 void enqueue(const FfnShape& shape, const Fp8Forward& forward, const RowZones& zones, int64_t zone_alignment,
              const CudaCall& call);
 void enqueue(const FfnShape& shape, const Fp8Backward& backward, const RowZones& zones, int64_t zone_alignment,

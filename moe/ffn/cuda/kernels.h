@@ -16,8 +16,8 @@ namespace epx::moe::cuda {
 // All of them, for rows of the dtype.
 std::vector<const void*> ffn_kernels(epx_dtype dtype);
 
-// Reports zones that do not follow each other within the rows, or that have rows and do not begin at a multiple of `alignment`.
-// Every kernel bounds what it takes of them by itself.
+// Reports zones that do not follow each other within the rows, or that have rows and do not begin at a multiple of
+// `alignment`. Every kernel bounds what it takes of them by itself.
 cudaError_t launch_check_zones(const DeviceZones& zones, const ErrorSink& errors, const LaunchTarget& target,
                                int64_t alignment = 1);
 

@@ -12,6 +12,7 @@
 #include "moe/ffn/host/fp8_ops.h"
 #include "moe/quantise/arguments.h"
 #include "moe/tensors.h"
+#include "runtime/stages/host/rows/float_environment.h"
 
 namespace epx::moe {
 namespace {
@@ -41,8 +42,9 @@ public:
     return {data_of<uint8_t>(codes), data_of<float>(scales), shape_.hidden};
   }
 
-  // `name`: of the weight in epx_moe_fp8_params.
-  Fp8Weights read_weights(const epx_tensor* codes, const epx_tensor* scales, const char* name, Dim n, Dim k) const {
+  // `name`: of the weight in epx_moe_fp8_params, which the call has under the name `params`.
+  Fp8Weights read_weights(const char* params, const epx_tensor* codes, const epx_tensor* scales, const char* name, Dim n,
+                          Dim k) const {
     const Dim experts{"E_l", shape_.num_experts};
     const auto blocks_of = [](Dim dim, std::string& symbol) {
       symbol = fmt::format("{} / 128", dim.symbol);
@@ -50,8 +52,8 @@ public:
     };
     std::string n_symbol, k_symbol;
     const Dim n_blocks = blocks_of(n, n_symbol), k_blocks = blocks_of(k, k_symbol);
-    require_tensor(codes, fmt::format("params.{}_codes", name).c_str(), kE4m3, {experts, n, k});
-    require_tensor(scales, fmt::format("params.{}_scales", name).c_str(), kFloat, {experts, n_blocks, k_blocks});
+    require_tensor(codes, fmt::format("{}.{}_codes", params, name).c_str(), kE4m3, {experts, n, k});
+    require_tensor(scales, fmt::format("{}.{}_scales", params, name).c_str(), kFloat, {experts, n_blocks, k_blocks});
     return {data_of<const uint8_t>(codes), data_of<const float>(scales)};
   }
 
@@ -95,8 +97,8 @@ private:
   epx_dtype wide_;
 };
 
-const epx_moe_fp8_params& require_params(const epx_moe_fp8_params* params) {
-  require_struct(params, "params");
+const epx_moe_fp8_params& require_params(const epx_moe_fp8_params* params, const char* name) {
+  require_struct(params, name);
   return *params;
 }
 
@@ -127,6 +129,7 @@ template <typename Call>
 void run_checked(const FfnShape& shape, const Call& call, const RowZones& zones, const std::optional<CudaCall>& cuda) {
   if (cuda) return enqueue_on_cuda([&](auto) { cuda::enqueue(shape, call, zones, zone_alignment(call), *cuda); });
   require_host_zones(zones, zone_alignment(call));
+  const host::DefaultFloatEnvironment environment; // for the steps that have none of their own
   const HostFp8Ops ops(zones);
   const auto scratch = std::make_unique_for_overwrite<std::byte[]>(scratch_bytes(shape, call, ops.wide(), zones.num_rows));
   run(shape, call, ops, scratch.get());
@@ -163,42 +166,48 @@ void require_fp8_recipe(epx_moe_recipe recipe) {
          "recipe is {}; it must be EPX_MOE_RECIPE_FP8_ACTIVATIONS (1) or EPX_MOE_RECIPE_FP8 (2)", static_cast<int>(recipe));
 }
 
-CheckedFp8Ffn::CheckedFp8Ffn(const FfnShape& shape, const epx_moe_ffn_fp8_args* args, FfnOutputs outputs) : shape_(shape) {
+CheckedFp8Ffn::CheckedFp8Ffn(const FfnShape& shape, const epx_moe_ffn_fp8_args* args, const char* params_name,
+                             FfnOutputs outputs)
+    : shape_(shape) {
   const Place place = require_args(args);
   const TensorReader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
-  const epx_moe_fp8_params& params = require_params(args->params);
+  const epx_moe_fp8_params& params = require_params(args->params, params_name);
   call_.tokens = reader.read_rows(args->recv_tokens, "recv_tokens", args->recv_scales, "recv_scales");
-  call_.gate_up =
-      reader.read_weights(params.gate_up_codes, params.gate_up_scales, "gate_up", reader.pre_act(), reader.hidden());
+  call_.gate_up = reader.read_weights(params_name, params.gate_up_codes, params.gate_up_scales, "gate_up", reader.pre_act(),
+                                      reader.hidden());
   zones_ = reader.read_zones(args->counts, args->offsets);
   reader.allow_weights(args->recv_weights, "recv_weights");
   reader.allow_wide(args->pre_act, "pre_act", reader.pre_act());
   if (outputs == FfnOutputs::all) {
-    call_.down = reader.read_weights(params.down_codes, params.down_scales, "down", reader.hidden(), reader.inner());
+    call_.down =
+        reader.read_weights(params_name, params.down_codes, params.down_scales, "down", reader.hidden(), reader.inner());
     reader.require_wide(args->expert_out, "expert_out", reader.hidden());
     call_.expert_out = args->expert_out->data;
   }
   call_.recv_weights = data_of<const float>(args->recv_weights);
   call_.pre_act = data_of<void>(args->pre_act);
   if (place == Place::cuda)
-    enqueue_on_cuda(
-        [&](auto) { cuda_.emplace(cuda::make_call(*args, scratch_bytes(shape_, call_, EPX_BFLOAT16, zones_.num_rows))); });
+    enqueue_on_cuda([&](auto) {
+      cuda_.emplace(cuda::make_call(*args, params_name, scratch_bytes(shape_, call_, EPX_BFLOAT16, zones_.num_rows)));
+    });
 }
 
 void CheckedFp8Ffn::run() const {
   run_checked(shape_, call_, zones_, cuda_);
 }
 
-CheckedFp8FfnBwd::CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_bwd_args* args) : shape_(shape) {
+CheckedFp8FfnBwd::CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_bwd_args* args, const char* params_name)
+    : shape_(shape) {
   const Place place = require_args(args);
   require_fp8_recipe(args->recipe);
   const TensorReader reader(shape_, require_fp8_rows(args->recv_tokens, shape_), place);
-  const epx_moe_fp8_params& params = require_params(args->params);
+  const epx_moe_fp8_params& params = require_params(args->params, params_name);
   call_.recipe = args->recipe;
   call_.tokens = reader.read_rows(args->recv_tokens, "recv_tokens", args->recv_scales, "recv_scales");
-  call_.gate_up_transposed = reader.read_weights(params.gate_up_transposed_codes, params.gate_up_transposed_scales,
-                                                 "gate_up_transposed", reader.hidden(), reader.pre_act());
-  call_.down_transposed = reader.read_weights(params.down_transposed_codes, params.down_transposed_scales,
+  call_.gate_up_transposed =
+      reader.read_weights(params_name, params.gate_up_transposed_codes, params.gate_up_transposed_scales,
+                          "gate_up_transposed", reader.hidden(), reader.pre_act());
+  call_.down_transposed = reader.read_weights(params_name, params.down_transposed_codes, params.down_transposed_scales,
                                               "down_transposed", reader.inner(), reader.hidden());
   zones_ = reader.read_zones(args->counts, args->offsets);
   reader.allow_weights(args->recv_weights, "recv_weights");
@@ -219,8 +228,9 @@ CheckedFp8FfnBwd::CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_
   call_.grad_recv = args->grad_recv->data;
   call_.grad_recv_weights = data_of<float>(args->grad_recv_weights);
   if (place == Place::cuda)
-    enqueue_on_cuda(
-        [&](auto) { cuda_.emplace(cuda::make_call(*args, scratch_bytes(shape_, call_, EPX_BFLOAT16, zones_.num_rows))); });
+    enqueue_on_cuda([&](auto) {
+      cuda_.emplace(cuda::make_call(*args, params_name, scratch_bytes(shape_, call_, EPX_BFLOAT16, zones_.num_rows)));
+    });
 }
 
 void CheckedFp8FfnBwd::run() const {

@@ -25,8 +25,9 @@ void require_fp8_recipe(epx_moe_recipe recipe);
 // What the args point to must live until run() has returned.
 class CheckedFp8Ffn {
 public:
-  // With FfnOutputs::pre_act the args need no expert_out.
-  CheckedFp8Ffn(const FfnShape& shape, const epx_moe_ffn_fp8_args* args, FfnOutputs outputs = FfnOutputs::all);
+  // With FfnOutputs::pre_act the args need no expert_out. `params_name`: what the caller calls args.params, for messages.
+  CheckedFp8Ffn(const FfnShape& shape, const epx_moe_ffn_fp8_args* args, const char* params_name = "params",
+                FfnOutputs outputs = FfnOutputs::all);
   void run() const; // on the host: throws for bad data
 
 private:
@@ -38,7 +39,7 @@ private:
 
 class CheckedFp8FfnBwd {
 public:
-  CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_bwd_args* args);
+  CheckedFp8FfnBwd(const FfnShape& shape, const epx_moe_ffn_fp8_bwd_args* args, const char* params_name = "params");
   void run() const; // on the host: throws for bad data
 
 private:

@@ -8,7 +8,7 @@ namespace epx::moe {
 namespace {
 
 // Of rows between the products, and of all gradients: blocks of any magnitude keep their bits.
-constexpr WireFormat kInnerFormat{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f};
+constexpr WireFormat kInnerFormat = kBlock128WithoutFloor;
 
 // Hands out the scratch memory of a call, whose products come first: fp8_products_workspace().
 class Scratch {
@@ -124,7 +124,7 @@ void activate_bwd(const Fp8Backward& call, const Fp8BackwardBuffers& buffers, co
     activate.h = matrix_of(zones, buffers.h_columns.columns);
     if (call.grad_down) set_columns(activate.h, buffers.h_columns);
     activate.grad_recv_weights = call.grad_recv_weights;
-    activate.tile_sums = buffers.tile_sums;
+    if (call.grad_recv_weights != nullptr) activate.tile_sums = buffers.tile_sums;
     ops.quantise(activate);
     return;
   }

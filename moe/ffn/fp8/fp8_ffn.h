@@ -9,11 +9,12 @@
 #include "moe/ffn/ffn.h"
 #include "moe/ffn/fp8/ops.h"
 #include "moe/ffn/params.h"
+#include "moe/gemm/gemm_workspace.h"
 
 namespace epx::moe {
 
-// Where zones begin, and the rows that tensors have, are multiples of this: TMA reads columns from such addresses alone.
-inline constexpr int64_t kFp8ZoneAlignment = 16;
+// TMA reads columns of zones that begin at multiples of this; the rows that tensors have are always a multiple of it.
+inline constexpr int64_t kFp8ZoneAlignment = kTmaAlignment; // rows, whose codes in a column are bytes
 
 struct Fp8Forward {
   Fp8Weights gate_up, down;
@@ -35,7 +36,7 @@ struct Fp8Backward {
   epx_moe_recipe recipe;
 };
 
-// The bytes of scratch memory, aligned to kWorkspaceAlignment, that the steps take.
+// The bytes of scratch memory that the steps take: on a GPU a workspace.
 size_t fp8_fwd_bytes(const FfnShape& shape, epx_dtype wide, int64_t num_rows, bool has_pre_act);
 size_t fp8_bwd_bytes(const FfnShape& shape, epx_dtype wide, int64_t num_rows, epx_moe_recipe recipe);
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The steps that the grouped FFN in FP8 is made of, on the host or on a GPU. Tensors are of the experts' side: their rows lie in
-// zones, and rows that belong to no zone are neither read nor written. "Wide" is FLOAT32 on the host and BFLOAT16 on a GPU.
+// The steps that the grouped FFN in FP8 is made of, on the host or on a GPU. Tensors are of the experts' side: their rows
+// lie in zones, and rows that belong to no zone are neither read nor written. "Wide" is FLOAT32 on the host and BFLOAT16 on
+// a GPU.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tiles of kTileRows rows of one expert; the last tile of a zone is filled up with zero rows in scratch memory. Each product so
-// has the same shape whatever the number of rows, which is what makes a row's result independent of the others.
+// Tiles of kTileRows rows of one expert; the last tile of a zone is filled up with zero rows in scratch memory. Each
+// product so has the same shape whatever the number of rows, which is what makes a row's result independent of the others.
 #pragma once
 
 #include <algorithm>

@@ -11,14 +11,13 @@ namespace epx::moe {
 
 void dequantise(const DequantiseRows& call) {
   const host::DefaultFloatEnvironment environment;
-  const WireFormat format{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f}; // of all rows with float32 scales
   const int64_t columns = call.num_columns;
   for_each_block(call.zones, [&](const RowBlock& block) {
     for (int64_t row = block.first_row; row < block.first_row + block.num_rows; ++row)
-      rows::row_kernels().dequantise(format, call.dtype, reinterpret_cast<const std::byte*>(call.codes + row * columns),
-                                     reinterpret_cast<const std::byte*>(call.scales + row * (columns / kQuantiseBlock)),
-                                     0.0f, nullptr, columns,
-                                     static_cast<std::byte*>(call.rows) + row * row_bytes(call.dtype, columns));
+      rows::row_kernels().dequantise(
+          kBlock128WithoutFloor, call.dtype, reinterpret_cast<const std::byte*>(call.codes + row * columns),
+          reinterpret_cast<const std::byte*>(call.scales + row * (columns / kQuantiseBlock)), 0.0f, nullptr, columns,
+          static_cast<std::byte*>(call.rows) + row * row_bytes(call.dtype, columns));
   });
 }
 

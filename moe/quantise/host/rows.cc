@@ -13,7 +13,6 @@ namespace {
 
 // Dequantises the rows of a block to `values`, [kQuantiseBlock, H].
 void dequantise(const QuantiseRows& call, const RowBlock& block, std::vector<float>& values) {
-  const WireFormat format{EPX_SCALING_BLOCK128, EPX_FLOAT8_E4M3, EPX_FLOAT32, 0.0f}; // of all rows with float32 scales
   const ScaleLayout& layout = call.scale_layout;
   const int64_t hidden = call.matrix.num_columns;
   std::vector<float> scales(static_cast<size_t>(layout.num_scales));
@@ -21,7 +20,8 @@ void dequantise(const QuantiseRows& call, const RowBlock& block, std::vector<flo
     const int64_t row = block.first_row + i;
     for (int64_t s = 0; s < layout.num_scales; ++s)
       scales[static_cast<size_t>(s)] = call.scales[layout.offset(row, s) / layout.scale_bytes];
-    rows::row_kernels().dequantise(format, EPX_FLOAT32, static_cast<const std::byte*>(call.rows) + row * hidden,
+    rows::row_kernels().dequantise(kBlock128WithoutFloor, EPX_FLOAT32,
+                                   static_cast<const std::byte*>(call.rows) + row * hidden,
                                    reinterpret_cast<const std::byte*>(scales.data()), 0.0f, nullptr, hidden,
                                    reinterpret_cast<std::byte*>(values.data() + i * hidden));
   }

@@ -34,8 +34,8 @@ namespace {
 // What the two layers' sums may differ by, relative to the largest element: they add in another order, and with wire precision
 // the block rounds partial sums.
 constexpr double kFp32Limit = 1e-4, kBf16Limit = 4e-2;
-// Experts in FP8 beside those that are not: an E4M3 product of Gaussian numbers is off by 3.8e-2 in the norm, and its largest error is
-// several times as large.
+// Experts in FP8 beside those that are not: an E4M3 product of Gaussian numbers is off by 3.8e-2 in the norm, and its
+// largest error is several times as large.
 constexpr double kFp8Limit = 0.3;
 
 using Layers = std::vector<std::unique_ptr<BlockLayer>>;

@@ -31,12 +31,12 @@ public:
   void release() override { block_.destroy(); }
 
 private:
+  std::optional<moe::Fp8Params> fp8_params() const;
+
   std::string name_;
   GroupView group_;
   const BlockData& data_;
   MoeCalls calls_;
-  std::optional<moe::Fp8Params> fp8_params() const;
-
   std::optional<BlockFp8Params> quantised_; // with a recipe in FP8
   moe::Block block_;                        // until release()
 };
