@@ -80,15 +80,18 @@ void sum_rows(const RankMajorPlan& plan, std::span<const Matrix> rows, std::span
   std::vector<Matrix> arrived(rows.begin(), rows.end());
   for (Matrix& matrix : arrived)
     if (format != nullptr) matrix = dequantise(*format, quantise(*format, matrix), EPX_FLOAT32);
+  std::vector<int64_t> row_of_rank(plan.ranks.size()); // of one token
   for (size_t home = 0; home < plan.ranks.size(); ++home)
-    for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token)
+    for (int64_t token = 0; token < plan.ranks[home].num_tokens; ++token) {
+      for (size_t rank = 0; rank < plan.ranks.size(); ++rank)
+        row_of_rank[rank] = kept_row_of(plan, home, token, static_cast<int>(rank));
       for (int64_t h = 0; h < out[home].cols; ++h) {
         float acc = 0.0F;
         for (size_t rank = 0; rank < plan.ranks.size(); ++rank)
-          if (const int64_t row = kept_row_of(plan, home, token, static_cast<int>(rank)); row >= 0)
-            acc += load(arrived[rank], row, h);
+          if (row_of_rank[rank] >= 0) acc += load(arrived[rank], row_of_rank[rank], h);
         store(out[home], token, h, acc);
       }
+    }
 }
 
 } // namespace
