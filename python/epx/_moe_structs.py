@@ -34,6 +34,14 @@ class Weighting(enum.IntEnum):
     EARLY = 1
 
 
+class Recipe(enum.IntEnum):
+    """Which of the experts' products multiply FLOAT8_E4M3 (epx_moe_recipe)."""
+
+    WIDE = 0
+    FP8_ACTIVATIONS = 1
+    FP8 = 2
+
+
 class RouterConfig(ctypes.Structure):
     _c_name_ = "epx_moe_router_config"
     _fields_ = [
@@ -72,6 +80,31 @@ class FfnParams(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t)] + [(name, POINTER(Tensor)) for name in PARAMS]
 
 
+# Each has codes and scales; gate and up are stacked.
+FP8_PARAMS = tuple(
+    f"{weight}{form}_{part}" for form in ("", "_transposed") for weight in ("gate_up", "down") for part in ("codes", "scales")
+)
+
+
+class Fp8Params(ctypes.Structure):
+    _c_name_ = "epx_moe_fp8_params"
+    _fields_ = [("struct_size", c_size_t)] + [(name, POINTER(Tensor)) for name in FP8_PARAMS]
+
+
+class QuantiseWeightsArgs(ctypes.Structure):
+    _c_name_ = "epx_moe_quantise_weights_args"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("cuda", c_void_p),
+        ("format", POINTER(RowFormat)),
+        ("weights", POINTER(Tensor)),
+        ("codes", POINTER(Tensor)),
+        ("scales", POINTER(Tensor)),
+        ("transposed_codes", POINTER(Tensor)),
+        ("transposed_scales", POINTER(Tensor)),
+    ]
+
+
 class BlockConfig(ctypes.Structure):
     _c_name_ = "epx_moe_block_config"
     _fields_ = [
@@ -86,6 +119,8 @@ class BlockConfig(ctypes.Structure):
         ("max_tokens_per_rank", c_int32),
         ("recompute", c_int32),
         ("dispatch_format", POINTER(RowFormat)),
+        ("recipe", c_int32),
+        ("reserved0", c_int32),
         ("reserved", c_int64 * 4),
     ]
 
@@ -127,6 +162,7 @@ class BlockFwdArgs(ctypes.Structure):
         ("selection_bias", POINTER(Tensor)),
         ("token_mask", POINTER(Tensor)),
         ("params", POINTER(FfnParams)),
+        ("fp8_params", POINTER(Fp8Params)),
         ("out", POINTER(Tensor)),
         ("topk_idx", POINTER(Tensor)),
         ("topk_weights", POINTER(Tensor)),
@@ -142,6 +178,7 @@ class BlockBwdArgs(ctypes.Structure):
         ("cuda", c_void_p),
         ("flight", c_int32),
         ("params", POINTER(FfnParams)),
+        ("fp8_params", POINTER(Fp8Params)),
         ("grad_out", POINTER(Tensor)),
         ("aux_loss_grad", c_double),
         ("grad_tokens", POINTER(Tensor)),
@@ -151,8 +188,19 @@ class BlockBwdArgs(ctypes.Structure):
     ]
 
 
-STRUCTS = [RouterConfig, FfnConfig, FfnParams, BlockConfig, ArenaConfig, ArenaInfo, BlockFwdArgs, BlockBwdArgs]
-ENUMS = [("EPX_MOE_", Score), ("EPX_MOE_", Activation), ("EPX_MOE_WEIGHT_", Weighting)]
+STRUCTS = [
+    RouterConfig,
+    FfnConfig,
+    FfnParams,
+    Fp8Params,
+    QuantiseWeightsArgs,
+    BlockConfig,
+    ArenaConfig,
+    ArenaInfo,
+    BlockFwdArgs,
+    BlockBwdArgs,
+]
+ENUMS = [("EPX_MOE_", Score), ("EPX_MOE_", Activation), ("EPX_MOE_WEIGHT_", Weighting), ("EPX_MOE_RECIPE_", Recipe)]
 
 BLOCK = c_void_p
 ARENA = c_void_p
@@ -169,3 +217,4 @@ epx_moe_block_destroy = _declare(libepx_moe, "epx_moe_block_destroy", c_int32, B
 epx_moe_block_destroy_local = _declare(libepx_moe, "epx_moe_block_destroy_local", None, BLOCK)
 epx_moe_block_fwd = _declare(libepx_moe, "epx_moe_block_fwd", c_int32, BLOCK, POINTER(BlockFwdArgs))
 epx_moe_block_bwd = _declare(libepx_moe, "epx_moe_block_bwd", c_int32, BLOCK, POINTER(BlockBwdArgs))
+epx_moe_quantise_weights = _declare(libepx_moe, "epx_moe_quantise_weights", c_int32, POINTER(QuantiseWeightsArgs))
