@@ -10,15 +10,17 @@ import dataclasses
 import numpy
 
 from . import _moe_structs
-from ._formats import require_wire_only
+from ._formats import RowFormat, require_wire_only
 from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
-from ._moe_structs import PARAMS, Activation, Score, Weighting
-from ._tensors import dtype_code, output, tensor
-from ._values import integer, member, refuse, refuse_destroyed, require_kind, set_fields
+from ._moe_structs import FP8_PARAMS, PARAMS, Activation, Score, Weighting
+from ._tensors import dtype_code, dtype_of, output, tensor
+from ._values import integer, member, refuse, refuse_destroyed, require_kind, require_shape, set_fields
 from .errors import raise_call_failed, raise_if_failed
 
 _NUM_FLIGHT_INFO = 3
 _UINT8 = numpy.dtype(numpy.uint8)
+_WEIGHTS = "gate_up_weight", "down_weight"  # of experts in FP8
+_FP8_BLOCK = 128  # rows and columns of a weight that have one scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,66 @@ class _Params:
                 refuse(f"{what} has {name!r}; the names are {', '.join(PARAMS)}")
             if array is not None:
                 setattr(self.struct, name, ctypes.pointer(view(f"{what}[{name!r}]", array)))
+
+
+def _weights(params):
+    """The two arrays that experts in FP8 have as weights."""
+    require_kind("params", params, dict)
+    given = {name: array for name, array in params.items() if array is not None}
+    if given.keys() != set(_WEIGHTS):
+        refuse(f"params has {', '.join(map(repr, given)) or 'no arrays'}; experts in FP8 have {' and '.join(_WEIGHTS)}")
+    dtypes = numpy.dtype(numpy.float32), dtype_of("bfloat16")
+    for name in _WEIGHTS:
+        tensor(f"params[{name!r}]", given[name], (None, None, None), dtypes)
+    local, stacked, hidden = given["gate_up_weight"].shape
+    if stacked % (2 * _FP8_BLOCK) or hidden % _FP8_BLOCK or not stacked or not hidden:
+        refuse(
+            f"params['gate_up_weight'] has shape {[local, stacked, hidden]}, [E_l, 2F, H]; in FP8 F and H are positive "
+            f"multiples of {_FP8_BLOCK}"
+        )
+    require_shape("params['down_weight']", given["down_weight"].shape, (local, hidden, stacked // 2))
+    return [given[name] for name in _WEIGHTS]
+
+
+def _quantise_weights(row_format, weights):
+    """The codes and scales of weights [E_l, R, C], and those of their transposes, as a dict by name."""
+    local, rows, columns = weights.shape
+    codes, scales = dtype_of("float8_e4m3fn"), numpy.float32
+    row_blocks, column_blocks = rows // _FP8_BLOCK, columns // _FP8_BLOCK
+    made = {
+        "codes": numpy.empty((local, rows, columns), codes),
+        "scales": numpy.empty((local, row_blocks, column_blocks), scales),
+        "transposed_codes": numpy.empty((local, columns, rows), codes),
+        "transposed_scales": numpy.empty((local, column_blocks, row_blocks), scales),
+    }
+    args = _moe_structs.QuantiseWeightsArgs(
+        struct_size=ctypes.sizeof(_moe_structs.QuantiseWeightsArgs),
+        format=ctypes.pointer(row_format),
+        weights=ctypes.pointer(tensor("weights", weights)),
+        **{name: ctypes.pointer(output(name, array)) for name, array in made.items()},
+    )
+    raise_if_failed(_moe_structs.epx_moe_quantise_weights(args))
+    return made
+
+
+def quantise_params(params) -> dict[str, numpy.ndarray]:
+    """The weights of experts in FP8, epx_moe_fp8_params. It is called once for each step of the optimizer, which keeps the
+    weights themselves: forwards and backwards of the step share what it returns.
+
+    params: a dict of gate_up_weight [E_l, 2F, H] and down_weight [E_l, H, F], float32 or bfloat16 (of the package ml_dtypes). H
+    and F are multiples of 128.
+    Returns a dict by the names of epx_moe_fp8_params. For gate_up it has gate_up_codes [E_l, 2F, H] float8_e4m3fn (of ml_dtypes)
+    and gate_up_scales [E_l, 2F / 128, H / 128] float32, one for each 128 x 128 weights; gate_up_transposed_codes [E_l, H, 2F] and
+    gate_up_transposed_scales [E_l, H / 128, 2F / 128] are the same transposed. down_... are those of down_weight. A forward looks
+    at the arrays without "transposed", a backward at the others, and with recompute at all. Raises InvalidArgumentError for
+    other names, shapes and dtypes, and without ml_dtypes.
+    """
+    row_format = RowFormat("block128").to_c()
+    made = {}
+    for name, weights in zip(("gate_up", "down"), _weights(params)):
+        for part, array in _quantise_weights(row_format, weights).items():
+            made[f"{name}_{part}"] = array
+    return {name: made[name] for name in FP8_PARAMS}
 
 
 class Block(Unique):
@@ -272,4 +334,4 @@ class Block(Unique):
         raise_if_failed(status)
 
 
-__all__ = ["Activation", "Block", "Ffn", "Output", "Router", "Score", "Weighting"]
+__all__ = ["Activation", "Block", "Ffn", "Output", "Router", "Score", "Weighting", "quantise_params"]

@@ -2,6 +2,7 @@
 """The MoE block on numpy arrays: against a dense layer in float64, its gradients against finite differences of the same."""
 
 import copy
+import importlib.util
 import pickle
 import unittest
 
@@ -13,10 +14,13 @@ import numpy
 
 import epx
 import epx.moe
+from epx import _moe_structs
+from epx._tensors import dtype_of
 from reference import numeric_gradient
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, HIDDEN, FFN, TOP_K = 5, 6, 4, 2
+in_fp8 = unittest.skipUnless(importlib.util.find_spec("ml_dtypes"), "ml_dtypes is not installed")
 
 
 def dense_layer(tokens, logits, gate_up, down):
@@ -36,13 +40,13 @@ def dense_layer(tokens, logits, gate_up, down):
 class Data:
     """The data of all ranks in float64."""
 
-    def __init__(self, num_tokens, seed=1):
+    def __init__(self, num_tokens, seed=1, hidden=HIDDEN, ffn=FFN):
         generator = numpy.random.default_rng(seed)
-        self.tokens = [generator.standard_normal((count, HIDDEN)) for count in num_tokens]
+        self.tokens = [generator.standard_normal((count, hidden)) for count in num_tokens]
         self.logits = [generator.standard_normal((count, EXPERTS)) for count in num_tokens]
-        self.grad_out = [generator.standard_normal((count, HIDDEN)) for count in num_tokens]
-        self.gate_up = generator.standard_normal((EXPERTS, 2 * FFN, HIDDEN))
-        self.down = generator.standard_normal((EXPERTS, HIDDEN, FFN))
+        self.grad_out = [generator.standard_normal((count, hidden)) for count in num_tokens]
+        self.gate_up = generator.standard_normal((EXPERTS, 2 * ffn, hidden))
+        self.down = generator.standard_normal((EXPERTS, hidden, ffn))
 
     def loss(self, rank):
         return (dense_layer(self.tokens[rank], self.logits[rank], self.gate_up, self.down) * self.grad_out[rank]).sum()
@@ -53,6 +57,17 @@ class Data:
 
 def config():
     return dict(router=epx.moe.Router(TOP_K), ffn=epx.moe.Ffn(HIDDEN, FFN))
+
+
+def weights(data, mine=slice(None)):
+    """Of the experts in this slice, float32."""
+    return {"gate_up_weight": data.gate_up[mine].astype(numpy.float32), "down_weight": data.down[mine].astype(numpy.float32)}
+
+
+def dequantised(quantised, name):
+    """What the codes and the scales of a weight say, float32."""
+    scales = quantised[f"{name}_scales"].repeat(128, axis=1).repeat(128, axis=2)
+    return quantised[f"{name}_codes"].astype(numpy.float32) * scales
 
 
 class Blocks(unittest.TestCase):
@@ -176,7 +191,6 @@ class Blocks(unittest.TestCase):
                 output = block.forward(numpy.zeros((1, HIDDEN)), logits, params)
             numpy.testing.assert_array_equal(output.topk_idx, [experts])
 
-
     def test_6_dispatch_format(self):
         """The bits are those of tokens that were quantised and dequantised before, forward and backward, with a group and
         without."""
@@ -217,6 +231,59 @@ class Blocks(unittest.TestCase):
             }.items():
                 ranks.refused(self, words, lambda: epx.moe.Block(None, **{**config(), **local, **changes}))
             group.check()
+
+    @in_fp8
+    def test_7_quantised_params(self):
+        """By the definitions in numpy of tests/formats, with the largest magnitude of 128 x 128 weights in place of a row's."""
+        hidden, ffn = 128, 256
+        given = weights(Data([0], hidden=hidden, ffn=ffn))
+        given["gate_up_weight"][0, 128:256] *= 1e-3  # another scale than its neighbours
+        given["down_weight"][1, :, :128] = 0
+        found = epx.moe.quantise_params(given)
+        self.assertEqual(list(found), list(_moe_structs.FP8_PARAMS))
+        for name in ("gate_up", "down"):
+            array = given[f"{name}_weight"]
+            blocks = array.reshape(EXPERTS, array.shape[1] // 128, 128, array.shape[2] // 128, 128).transpose(0, 1, 3, 2, 4)
+            scales = numpy.maximum(abs(blocks).max((3, 4)), numpy.float32(1e-4)) / numpy.float32(448)
+            numpy.testing.assert_allclose(found[f"{name}_scales"], scales, 1e-6)
+            difference = abs(dequantised(found, name) - array)
+            bound = scales.repeat(128, axis=1).repeat(128, axis=2) * 2.0**-10  # half of the least step of a subnormal number
+            self.assertTrue((difference <= numpy.maximum(abs(array) / 16, bound) * (1 + 1e-5)).all())
+            for part in ("codes", "scales"):
+                transposed = found[f"{name}_transposed_{part}"]
+                numpy.testing.assert_array_equal(
+                    transposed.view(numpy.uint8 if part == "codes" else numpy.uint32),
+                    found[f"{name}_{part}"].transpose(0, 2, 1).view(numpy.uint8 if part == "codes" else numpy.uint32),
+                )
+        narrow = {name: array.astype(dtype_of("bfloat16")) for name, array in given.items()}
+        rounded = {name: array.astype(numpy.float32) for name, array in narrow.items()}
+        for one, other in zip(*[epx.moe.quantise_params(each).values() for each in (narrow, rounded)]):
+            self.assertEqual(one.tobytes(), other.tobytes())
+        transposed_down = given["down_weight"].transpose(0, 2, 1)
+        for words, params in {
+            "params is NoneType; this call takes dict": None,
+            "params has no arrays; experts in FP8 have gate_up_weight and down_weight": {},
+            "params has 'gate_up_weight'; experts in FP8 have": {**given, "down_weight": None},
+            "params has 'gate_up_weight', 'down_weight', 'down_bias'; experts": {**given, "down_bias": given["down_weight"]},
+            "params['gate_up_weight'] is list; this call takes numpy.ndarray": {**given, "gate_up_weight": []},
+            "params['gate_up_weight'] is float64; it must be float32 or bfloat16": {
+                name: array.astype(numpy.float64) for name, array in given.items()
+            },
+            "params['down_weight'] has strides": {**given, "down_weight": transposed_down},
+            f"params['down_weight'] has shape [5, 256, 128]; it must be [5, {hidden}, {ffn}]": {
+                **given,
+                "down_weight": transposed_down.copy(),
+            },
+            "params['gate_up_weight'] has shape [5, 512, 100], [E_l, 2F, H]; in FP8 F and H are positive multiples of 128": {
+                **given,
+                "gate_up_weight": given["gate_up_weight"][:, :, :100].copy(),
+            },
+            "params['gate_up_weight'] has shape [5, 384, 128]": {
+                **given,
+                "gate_up_weight": given["gate_up_weight"][:, :384].copy(),
+            },
+        }.items():
+            ranks.refused(self, words, lambda params=params: epx.moe.quantise_params(params))
 
 
 if __name__ == "__main__":
