@@ -12,7 +12,7 @@ import numpy
 from . import _moe_structs
 from ._formats import RowFormat, require_wire_only
 from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
-from ._moe_structs import FP8_PARAMS, PARAMS, Activation, Score, Weighting
+from ._moe_structs import FP8_PARAMS, PARAMS, Activation, FfnParams, Fp8Params, Recipe, Score, Weighting
 from ._tensors import dtype_code, dtype_of, output, tensor
 from ._values import integer, member, refuse, refuse_destroyed, require_kind, require_shape, set_fields
 from .errors import raise_call_failed, raise_if_failed
@@ -21,6 +21,7 @@ _NUM_FLIGHT_INFO = 3
 _UINT8 = numpy.dtype(numpy.uint8)
 _WEIGHTS = "gate_up_weight", "down_weight"  # of experts in FP8
 _FP8_BLOCK = 128  # rows and columns of a weight that have one scale
+_FP8_ALIGNMENT = 16  # of which zones in FP8 are multiples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +73,24 @@ class Ffn:
         return config
 
 
-def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_format, **fields):
-    """An epx_moe_block_config. dtype: its code.  fields: others of it, integers."""
+def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_format, recipe, alignment, **fields):
+    """An epx_moe_block_config. dtype: its code.  weighting, alignment: None for what suits the recipe.  fields: others of it,
+    integers."""
     require_kind("router", router, Router)
     require_kind("ffn", ffn, Ffn)
+    recipe = member(Recipe, recipe, "recipe")
+    if weighting is None:
+        weighting = Weighting.LATE if recipe == Recipe.WIDE else Weighting.EARLY
+    if alignment is None:
+        alignment = 1 if recipe == Recipe.WIDE else _FP8_ALIGNMENT
     config = _moe_structs.BlockConfig()
     raise_if_failed(_moe_structs.epx_moe_block_config_init(config, ctypes.sizeof(config)))
     config.router, config.ffn = ctypes.pointer(router.to_c(num_experts)), ctypes.pointer(ffn.to_c())
     if dispatch_format is not None:
         require_wire_only("dispatch_format", dispatch_format)
         config.dispatch_format = ctypes.pointer(dispatch_format.to_c())
-    set_fields(config, dtype=dtype, weighting=member(Weighting, weighting, "weighting"), **fields)
+    weighting = member(Weighting, weighting, "weighting")
+    set_fields(config, dtype=dtype, weighting=weighting, recipe=recipe, alignment=alignment, **fields)
     return config
 
 
@@ -99,13 +107,15 @@ class Output:
 
 
 class _Params:
-    """An epx_moe_ffn_params of arrays by name."""
+    """A struct of arrays by name. kind: epx_moe_ffn_params or epx_moe_fp8_params.  hint: how a refusal of a name ends."""
 
-    def __init__(self, arrays, what, view=tensor):
-        self.struct = _moe_structs.FfnParams(struct_size=ctypes.sizeof(_moe_structs.FfnParams))
+    def __init__(self, arrays, what, kind=FfnParams, view=tensor, hint=""):
+        self.struct = kind(struct_size=ctypes.sizeof(kind))
+        names = FP8_PARAMS if kind is Fp8Params else PARAMS
+        require_kind(what, arrays, dict)
         for name, array in arrays.items():
-            if name not in PARAMS:
-                refuse(f"{what} has {name!r}; the names are {', '.join(PARAMS)}")
+            if name not in names:
+                refuse(f"{what} has {name!r}; the names are {', '.join(names)}{hint}")
             if array is not None:
                 setattr(self.struct, name, ctypes.pointer(view(f"{what}[{name!r}]", array)))
 
@@ -151,7 +161,7 @@ def _quantise_weights(row_format, weights):
 
 
 def quantise_params(params) -> dict[str, numpy.ndarray]:
-    """The weights of experts in FP8, epx_moe_fp8_params. It is called once for each step of the optimizer, which keeps the
+    """What a Block with a recipe in FP8 takes as its params. It is called once for each step of the optimizer, which keeps the
     weights themselves: forwards and backwards of the step share what it returns.
 
     params: a dict of gate_up_weight [E_l, 2F, H] and down_weight [E_l, H, F], float32 or bfloat16 (of the package ml_dtypes). H
@@ -175,11 +185,18 @@ class Block(Unique):
     in]).
 
     group: on the host transport, or None for a layer whose experts are all on this rank, with num_experts E.
-    dtype: "float32"; without a group also "float64".  weighting: "late" or "early".  max_in_flight: forwards whose backward is
-    still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead of keeping
-    them. max_tokens_per_rank: the largest T, without a group.  dispatch_format: an epx.RowFormat with wire_only, in which the
-    forward's rows travel to their experts, also where these are on the same rank. Gradients pass straight through. dtype is then
-    float32.
+    dtype: "float32"; without a group also "float64".  weighting: "late" or "early"; default: "late", with a recipe in FP8
+    "early".  alignment: rows that zones are padded to; default: 1, with a recipe in FP8 16.  max_in_flight: forwards whose
+    backward is still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead
+    of keeping them.  max_tokens_per_rank: the largest T, without a group.  dispatch_format: an epx.RowFormat with wire_only, in
+    which the forward's rows travel to their experts, also where these are on the same rank. Gradients pass straight through.
+    dtype is then float32.
+
+    recipe: which products of the experts multiply float8_e4m3fn, a Recipe or its name: "wide", none; "fp8_activations", those of
+    the forward and of the rows' gradients; "fp8", all. With the latter two rows travel to their experts in FP8, and gradients
+    pass straight through the quantisers. Parameters are then what quantise_params() returns. dtype is float32, the activation
+    "swiglu", the weighting "early", H and F are multiples of 128, and there is no dispatch_format; with "fp8" the alignment is
+    a multiple of 16.
 
     Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody
     refers to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the
@@ -194,12 +211,13 @@ class Block(Unique):
         ffn,
         num_experts=None,
         dtype="float32",
-        weighting="late",
-        alignment=1,
+        weighting=None,
+        alignment=None,
         max_in_flight=1,
         max_tokens_per_rank=0,
         recompute=False,
         dispatch_format=None,
+        recipe="wide",
     ):
         if group is not None:
             group.require_host()
@@ -217,11 +235,13 @@ class Block(Unique):
             dtype_code(self._dtype),
             weighting,
             dispatch_format,
-            alignment=alignment,
+            recipe,
+            alignment,
             max_in_flight=max_in_flight,
             max_tokens_per_rank=max_tokens_per_rank,
             recompute=bool(recompute),
         )
+        self._recipe = Recipe(config.recipe)
         destroy_abandoned()
         block = _moe_structs.BLOCK()
         self._raise_if_failed(_moe_structs.epx_moe_block_create(self._group_handle(), config, block))
@@ -230,7 +250,8 @@ class Block(Unique):
 
     @property
     def params_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of this rank's parameters, by name, with gate and up stacked and without biases."""
+        """The shapes of this rank's parameters, by name, with gate and up stacked and without biases. With a recipe in FP8 those
+        of what quantise_params() takes."""
         local = self._num_experts if self._group is None else self._group.num_local_experts
         hidden, ffn = self._ffn.hidden_dim, self._ffn.ffn_dim
         first = (
@@ -241,8 +262,8 @@ class Block(Unique):
         return {**first, "down_weight": (local, hidden, ffn)}
 
     def forward(self, tokens, logits, params, *, flight=0, selection_bias=None, token_mask=None) -> Output:
-        """Collective. tokens: [T, H], logits: [T, E] and selection_bias: [E], of the block's dtype.  token_mask: [T] uint8 or
-        bool; 0 masks the token.
+        """Collective. tokens: [T, H], logits: [T, E] and selection_bias: [E], of the block's dtype.  params: with a recipe in FP8
+        what quantise_params() returns.  token_mask: [T] uint8 or bool; 0 masks the token.
         Keeps in `flight` what backward needs. Returns an Output."""
         handle = self._handle()
         sent = tensor("tokens", tokens, (None, self._ffn.hidden_dim), (self._dtype,))
@@ -256,11 +277,10 @@ class Block(Unique):
         )
         if isinstance(token_mask, numpy.ndarray) and token_mask.dtype == numpy.bool_:
             token_mask = token_mask.view(numpy.uint8)
-        held = _Params(params, "params")
         args = _moe_structs.BlockFwdArgs(
             struct_size=ctypes.sizeof(_moe_structs.BlockFwdArgs),
             flight=integer("flight", flight),
-            params=ctypes.pointer(held.struct),
+            **self._params(params),
             tokens=ctypes.pointer(sent),
             logits=ctypes.pointer(tensor("logits", logits, (num_tokens, self._num_experts))),
         )
@@ -278,21 +298,21 @@ class Block(Unique):
     ) -> tuple[numpy.ndarray, numpy.ndarray, dict]:
         """Collective. grad_out: [T, H] of the block's dtype, for the forward in `flight`.  aux_loss_grad: gradient of the loss with
         respect to the router's load-balance loss.  grads: arrays by name that the gradients of the parameters are added to;
-        None: new ones.
+        None: new ones; with a recipe in FP8 gate_up_weight and down_weight, float32.
         Returns (grad_tokens [T, H], grad_logits [T, E], grads). grad_tokens is through the experts; what comes through the
         logits is the caller's to add."""
         handle = self._handle()
         grad = tensor("grad_out", grad_out, (None, self._ffn.hidden_dim), (self._dtype,))
-        accumulate = grads is not None
+        given, accumulate = self._params(params), grads is not None
         if grads is None:
-            grads = {name: numpy.empty_like(array) for name, array in params.items() if array is not None}
+            grads = self._new_grads(params)
         grad_tokens = numpy.empty_like(grad_out)
         grad_logits = numpy.empty((len(grad_out), self._num_experts), self._dtype)
-        held, made = _Params(params, "params"), _Params(grads, "grads", output)
+        made = _Params(grads, "grads", view=output)
         args = _moe_structs.BlockBwdArgs(
             struct_size=ctypes.sizeof(_moe_structs.BlockBwdArgs),
             flight=integer("flight", flight),
-            params=ctypes.pointer(held.struct),
+            **given,
             grad_out=ctypes.pointer(grad),
             aux_loss_grad=aux_loss_grad,
             grad_tokens=ctypes.pointer(tensor("grad_tokens", grad_tokens)),
@@ -302,6 +322,19 @@ class Block(Unique):
         )
         self._raise_if_failed(_moe_structs.epx_moe_block_bwd(handle, args))
         return grad_tokens, grad_logits, grads
+
+    def _params(self, params):
+        """The fields of a call's args that have its parameters."""
+        hint = f" with recipe {self._recipe.name.lower()}"
+        if self._recipe == Recipe.WIDE:
+            return {"params": ctypes.pointer(_Params(params, "params", hint=hint).struct)}
+        hint += ", as quantise_params returns them"
+        return {"fp8_params": ctypes.pointer(_Params(params, "params", Fp8Params, hint=hint).struct)}
+
+    def _new_grads(self, params):
+        if self._recipe == Recipe.WIDE:
+            return {name: numpy.empty_like(array) for name, array in params.items() if array is not None}
+        return {name: numpy.empty(shape, numpy.float32) for name, shape in self.params_shapes.items()}
 
     def destroy(self) -> None:
         """Frees the block; a second time it does nothing. Collective when it has a group that has not failed and has not been
@@ -334,4 +367,4 @@ class Block(Unique):
         raise_if_failed(status)
 
 
-__all__ = ["Activation", "Block", "Ffn", "Output", "Router", "Score", "Weighting", "quantise_params"]
+__all__ = ["Activation", "Block", "Ffn", "Output", "Recipe", "Router", "Score", "Weighting", "quantise_params"]

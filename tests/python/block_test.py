@@ -20,6 +20,7 @@ from reference import numeric_gradient
 
 RANK, RANKS = ranks.rank(), ranks.num_ranks()
 EXPERTS, HIDDEN, FFN, TOP_K = 5, 6, 4, 2
+RECIPES = "fp8_activations", "fp8"  # those in FP8
 in_fp8 = unittest.skipUnless(importlib.util.find_spec("ml_dtypes"), "ml_dtypes is not installed")
 
 
@@ -55,8 +56,8 @@ class Data:
         return sum(self.loss(rank) for rank in range(len(self.tokens)))
 
 
-def config():
-    return dict(router=epx.moe.Router(TOP_K), ffn=epx.moe.Ffn(HIDDEN, FFN))
+def config(hidden=HIDDEN, ffn=FFN):
+    return dict(router=epx.moe.Router(TOP_K), ffn=epx.moe.Ffn(hidden, ffn))
 
 
 def weights(data, mine=slice(None)):
@@ -68,6 +69,43 @@ def dequantised(quantised, name):
     """What the codes and the scales of a weight say, float32."""
     scales = quantised[f"{name}_scales"].repeat(128, axis=1).repeat(128, axis=2)
     return quantised[f"{name}_codes"].astype(numpy.float32) * scales
+
+
+def run(block, tokens, logits, grad_out, params):
+    """out, grad_tokens, grad_logits, and the gradients of both weights."""
+    out = block.forward(tokens, logits, params).out
+    grad_tokens, grad_logits, grads = block.backward(grad_out, params)
+    return out, grad_tokens, grad_logits, grads["gate_up_weight"], grads["down_weight"]
+
+
+def trained(recipe, steps=30):
+    """The losses of a tiny layer that learns what another one, with experts of its own, makes of the same tokens."""
+    hidden, ffn, experts, num_tokens, rate = 128, 256, 4, 96, 3e-3
+    generator = numpy.random.default_rng(11)
+
+    def normal(*sizes):
+        return generator.standard_normal(sizes).astype(numpy.float32)
+
+    tokens, logits = normal(num_tokens, hidden), 2 * normal(num_tokens, experts)
+    shapes = {"gate_up_weight": (experts, 2 * ffn, hidden), "down_weight": (experts, hidden, ffn)}
+    teacher, params = ({name: normal(*shape) / shape[2] ** 0.5 for name, shape in shapes.items()} for _ in range(2))
+    options = dict(num_experts=experts, max_tokens_per_rank=num_tokens, **config(hidden, ffn))
+    with epx.moe.Block(None, **options) as block:
+        target = block.forward(tokens, logits, teacher).out
+    moments = {name: [numpy.zeros_like(each), numpy.zeros_like(each)] for name, each in params.items()}
+    losses = []
+    with epx.moe.Block(None, recipe=recipe, **options) as block:
+        for step in range(1, steps + 1):
+            given = params if recipe == "wide" else epx.moe.quantise_params(params)
+            difference = block.forward(tokens, logits, given).out - target
+            losses.append(float((difference**2).mean()))
+            _, _, grads = block.backward(2 / difference.size * difference, given)
+            for name, grad in grads.items():  # Adam
+                first, second = moments[name]
+                first += 0.1 * (grad - first)
+                second += 0.01 * (grad**2 - second)
+                params[name] -= rate * first / (1 - 0.9**step) / (numpy.sqrt(second / (1 - 0.99**step)) + 1e-12)
+    return numpy.array(losses)
 
 
 class Blocks(unittest.TestCase):
@@ -284,6 +322,118 @@ class Blocks(unittest.TestCase):
             },
         }.items():
             ranks.refused(self, words, lambda params=params: epx.moe.quantise_params(params))
+
+    @in_fp8
+    def test_8_recipes(self):
+        """Each rank's bits are those of one block without a group on the tokens of all ranks, and near those of a wide block
+        with the weights that the codes stand for."""
+        hidden, ffn = 256, 128
+        num_tokens = [0 if RANKS > 1 and rank == RANKS - 1 else 9 + 20 * rank for rank in range(RANKS)]
+        data = Data(num_tokens, hidden=hidden, ffn=ffn)
+        ends = numpy.cumsum(num_tokens)
+        own = slice(ends[RANK] - num_tokens[RANK], ends[RANK])
+        every = [numpy.concatenate(each).astype(numpy.float32) for each in (data.tokens, data.logits, data.grad_out)]
+        quantised = epx.moe.quantise_params(weights(data))
+        with ranks.directory_bootstrap("block-recipes") as bootstrap:
+            group = epx.Group(
+                bootstrap,
+                num_experts=EXPERTS,
+                max_tokens_per_rank=64,
+                hidden_dim=hidden,
+                max_top_k=TOP_K,
+                max_token_dtype="float32",
+                combine_precision="exact",
+                transport="host",
+                timeout=ranks.TIMEOUT_SECONDS,
+            )
+        with group:
+            mine = slice(group.first_local_expert, group.first_local_expert + group.num_local_experts)
+            alone = dict(num_experts=EXPERTS, max_tokens_per_rank=len(every[0]), **config(hidden, ffn))
+            with epx.moe.Block(None, **alone) as block:
+                wide = run(block, *every, {f"{name}_weight": dequantised(quantised, name) for name in ("gate_up", "down")})
+            for recipe, options in [*((recipe, {}) for recipe in RECIPES), ("fp8", dict(alignment=32, recompute=True))]:
+                with self.subTest(recipe=recipe, **options):
+                    with epx.moe.Block(None, recipe=recipe, **options, **alone) as block:
+                        whole = run(block, *every, quantised)
+                    for one, other in zip(whole, wide):
+                        self.assertEqual(one.dtype, numpy.float32)
+                        self.assertLess(numpy.linalg.norm(one - other), 0.12 * numpy.linalg.norm(other))
+                    with epx.moe.Block(group, recipe=recipe, **options, **config(hidden, ffn)) as block:
+                        params = epx.moe.quantise_params(weights(data, mine))
+                        sent, routed, grad_out = [each[own] for each in every]
+                        found = run(block, sent, routed, grad_out, params)
+                        # Which arrays a forward looks at, and which a backward that does not compute anything again.
+                        forwards = {name: array for name, array in params.items() if "transposed" not in name}
+                        backwards = {name: array for name, array in params.items() if "transposed" in name}
+                        out = block.forward(sent, routed, forwards).out
+                        given = params if options else backwards
+                        kept = {"gate_up_weight": found[3].copy(), "down_weight": found[4].copy()}
+                        *_, sums = block.backward(grad_out, given, grads=kept)
+                    numpy.testing.assert_array_equal(out, found[0])
+                    for one, other, part in zip(found, whole, 3 * [own] + 2 * [mine]):
+                        numpy.testing.assert_array_equal(one, other[part])
+                    for one, other in zip(found[3:], sums.values()):
+                        numpy.testing.assert_allclose(other, 2 * one, 1e-5, 1e-6 * abs(one).max(initial=0))
+            self.check_refused_recipes(group, data, quantised, every, alone)
+            group.check()
+
+    def check_refused_recipes(self, group, data, quantised, every, alone):
+        for words, changes in {
+            "recipe is 'fp16'; it must be one of 'wide', 'fp8_activations', 'fp8'": dict(recipe="fp16"),
+            "recipe is 3; it must be one of": dict(recipe=3),
+            "weighting is EPX_MOE_WEIGHT_LATE (0); with a recipe in FP8 it must be EARLY (1)": dict(weighting="late"),
+            "alignment is 8; with EPX_MOE_RECIPE_FP8 it must be a multiple of 16": dict(alignment=8),
+            "ffn.hidden_dim is 100; products in FP8 take multiples of 128": dict(ffn=epx.moe.Ffn(100, 128)),
+            "ffn.activation is 1; experts in FP8 have": dict(ffn=epx.moe.Ffn(256, 128, "gelu")),
+            "dispatch_format is given; a recipe in FP8 has its own": dict(
+                dispatch_format=epx.RowFormat("block128", wire_only=True)
+            ),
+        }.items():
+            options = {"recipe": "fp8", **changes}
+            ranks.refused(self, words, lambda: epx.moe.Block(None, **{**alone, **options}))
+            ranks.refused(self, words, lambda: epx.moe.Block(group, **{**config(256, 128), **options}))
+        tokens, logits, grad_out = every
+        wide = weights(data)
+        codes = "gate_up_codes", "gate_up_transposed_codes"
+        wide_codes = {**quantised, **dict.fromkeys(codes, wide["gate_up_weight"])}
+        short = {name: array[:1] for name, array in quantised.items()}
+        names = "the names are gate_up_codes, gate_up_scales, down_codes, down_scales, gate_up_transposed_codes, "
+        for recipe, table in {
+            "fp8": {
+                f"params has 'gate_up_weight'; {names}": wide,
+                "params is list; this call takes dict": [],
+                "params['down_codes'] is list; this call takes numpy.ndarray": {"down_codes": []},
+                "params.gate_up_{}codes is NULL; it is required": {},
+                "params.gate_up_{}codes has sizes[0] = 1; its shape must be [E_l = 5, ": short,
+                "params.gate_up_{}codes has dtype 1 (float32); it must be float8_e4m3": wide_codes,
+            },
+            "wide": {
+                "params has 'gate_up_codes'; the names are gate_up_weight, gate_weight, ": quantised,
+                "params is NoneType; this call takes dict": None,
+            },
+        }.items():
+            with epx.moe.Block(None, recipe=recipe, **alone) as block:
+                block.forward(tokens, logits, wide if recipe == "wide" else quantised)
+                for words, params in table.items():
+                    ranks.refused(self, words.format(""), lambda params=params: block.forward(tokens, logits, params))
+                    ranks.refused(self, words.format("transposed_"), lambda params=params: block.backward(grad_out, params))
+        with epx.moe.Block(None, recipe="fp8", **alone) as block:
+            block.forward(tokens, logits, quantised)
+            ranks.refused(
+                self,
+                "grads.down_bias is given; in FP8 experts have no biases",
+                lambda: block.backward(grad_out, quantised, grads={"down_bias": numpy.zeros((EXPERTS, 256), numpy.float32)}),
+            )
+
+    @in_fp8
+    def test_9_training_in_fp8(self):
+        wide = trained("wide")
+        self.assertLess(wide[-1], 0.01 * wide[0])
+        for recipe in RECIPES:
+            losses = trained(recipe)
+            with self.subTest(recipe=recipe, first=losses[0], last=losses[-1], wide=wide[-1]):
+                numpy.testing.assert_allclose(losses, wide, 0.05, 2e-3 * wide[0])
+                self.assertTrue((losses != wide).all())
 
 
 if __name__ == "__main__":

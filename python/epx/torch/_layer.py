@@ -104,8 +104,8 @@ def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, dis
     require_kind("group", group, Group)
     if dtype not in _DTYPES:
         refuse_dtype("dtype", dtype, _DTYPES)
-    fields = dict(alignment=alignment, recompute=bool(recompute))
-    return make_block_config(group.num_experts, router, ffn, DTYPES[_DTYPES[dtype]], weighting, dispatch_format, **fields)
+    options = weighting, dispatch_format, "wide", alignment
+    return make_block_config(group.num_experts, router, ffn, DTYPES[_DTYPES[dtype]], *options, recompute=bool(recompute))
 
 
 def _call_on_device(group, function, *args):
