@@ -65,6 +65,40 @@ class Gpu(unittest.TestCase):
             del graph, captured
             layer.destroy()
 
+    def test_1b_graphs_in_fp8(self):
+        """Graphs with and without what quantises the weights, which change between replays."""
+        with make_group(hidden_dim=128, max_token_dtype="bfloat16") as group:
+            options = dict(router=epx.moe.Router(2), ffn=epx.moe.Ffn(128, 256), recipe="fp8", dtype=torch.bfloat16)
+            generator = torch.Generator().manual_seed(RANK)
+            tokens = torch.randn(6, 128, generator=generator).bfloat16().to(DEVICE).requires_grad_()
+            for is_kept in (False, True):
+                layer, twin = (epx.torch.MoELayer(group, **options) for _ in range(2))
+
+                def step(layer):
+                    out = layer(tokens)
+                    return out.detach(), *torch.autograd.grad(out.float().sin().sum(), [tokens, layer.first_weight])
+
+                if is_kept:
+                    layer.quantise_parameters()
+                step(layer)  # loads kernels
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    captured = step(layer)
+                for factor in (1, 2, -1):
+                    with torch.no_grad():
+                        layer.first_weight.mul_(factor)
+                    if is_kept:
+                        layer.quantise_parameters()
+                    graph.replay()
+                    torch.cuda.synchronize()
+                    twin.load_state_dict(layer.state_dict())
+                    torch.testing.assert_close(list(captured), list(step(twin)), rtol=1e-2, atol=1e-2)
+                torch.cuda.synchronize()
+                group.check()
+                del graph, captured
+                layer.destroy(), twin.destroy()
+
     def test_2_current_stream(self):
         with make_group() as group:
             data = Data([8] * RANKS, 2, seed=5)

@@ -152,6 +152,37 @@ class Distributed(unittest.TestCase):
                 layer.destroy()
                 group.check()
 
+    def test_6_fsdp_in_fp8(self):
+        """Calls quantise the weights that FSDP2 has gathered, step after step, as those of a layer that is not sharded."""
+        hidden = 128
+        sizes = dict(hidden_dim=hidden, max_token_dtype="float32", combine_precision="exact")
+        dtype = torch.bfloat16 if ON_GPU else torch.float32
+        options = dict(router=epx.moe.Router(2), ffn=epx.moe.Ffn(hidden, 128), recipe="fp8", dtype=dtype, seed=6)
+        generator = torch.Generator().manual_seed(200 + RANK)
+        tokens = on_device(torch.randn(TOKENS, hidden, generator=generator).to(dtype))
+        for ep in EP_SIZES:
+            axes = mesh(ep)
+            with epx.torch.Group(axes["ep"].get_group(), **config(**sizes)) as group:
+                sharded, plain = (epx.torch.MoELayer(group, **options) for _ in range(2))
+                fully_shard(sharded, mesh=axes["dp"], ignored_params={sharded.gate_weight})
+                epx.torch.average_gradients(plain.expert_parameters(), axes["dp"].get_group())
+                optimizers = [torch.optim.SGD(layer.expert_parameters(), lr=0.5) for layer in (sharded, plain)]
+                outs = []
+                for _ in range(3):
+                    outs.append([])
+                    for layer, optimizer in zip((sharded, plain), optimizers):
+                        optimizer.zero_grad()
+                        outs[-1].append(layer(tokens))
+                        outs[-1][-1].float().sin().sum().backward()
+                        optimizer.step()
+                    one, other = outs[-1]
+                    self.assertLess((one - other).float().norm(), 0.05 * other.float().norm())
+                self.assertGreater((outs[2][1] - outs[0][1]).float().norm(), 0.5 * outs[0][1].float().norm())
+                self.assertIsInstance(sharded.first_weight, DTensor)
+                ranks.refused(self, "first_weight is a DTensor, which is sharded", sharded.quantise_parameters)
+                sharded.destroy(), plain.destroy()
+                group.check()
+
 
 if __name__ == "__main__":
     if RANKS < 2 or RANKS % 2:

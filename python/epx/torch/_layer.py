@@ -15,43 +15,16 @@ from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._structs import DTYPES, Status
 from .._values import refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
-from ..moe import Ffn, Router, make_block_config
-from ._derivatives import differentiable_once
+from ..moe import Ffn, Recipe, Router, make_block_config
+from ._block import Block, Fp8Block, KeptWeights, quantised, require_masters
 from ._group import Group, OutOfMemoryError, call, require_usable
 from ._library import layers, lib, new_tensor, ops
 from ._means import create_mean_routes, with_mean_gradient
-from ._ops import _records, _refuse_transforms
+from ._ops import _records
 
-_block_fwd, _block_bwd = ops.block_fwd.default, ops.block_bwd.default
+_block_fwd, _block_fwd_fp8 = ops.block_fwd.default, ops.block_fwd_fp8.default
 _aux_loss, _update_selection_bias = ops.aux_loss.default, ops.update_selection_bias.default
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-
-
-@torch.library.register_fake("epx::block_fwd")
-def _(block, tokens, logits, selection_bias, token_mask, first_weight, down_weight, first_bias, down_bias, keeps_flight):
-    layer = layers[block]
-    num_tokens, top_k = tokens.shape[0], layer.router.top_k
-    return (
-        torch.empty_like(tokens),
-        new_tensor(tokens, num_tokens, top_k, dtype=torch.int32),
-        new_tensor(tokens, num_tokens, top_k, dtype=torch.float32),
-        new_tensor(tokens, layer.group.num_ranks, layer.group.num_experts, dtype=torch.int64),
-        new_tensor(tokens, 3, dtype=torch.int64),
-        torch.empty(2, dtype=torch.int64, device="cpu"),
-    )
-
-
-@torch.library.register_fake("epx::block_bwd")
-def _(block, flight, grad_out, logits, first_weight, down_weight, first_bias, down_bias, aux_loss_grad):
-    nothing = new_tensor(grad_out, 0)
-    return (
-        torch.empty_like(grad_out),
-        torch.empty_like(logits),
-        torch.empty_like(first_weight),
-        torch.empty_like(down_weight),
-        nothing if first_bias is None else torch.empty_like(first_bias),
-        nothing.clone() if down_bias is None else torch.empty_like(down_bias),
-    )
 
 
 @torch.library.register_fake("epx::aux_loss")
@@ -64,47 +37,11 @@ def _(block, global_counts, rate, selection_bias):
     return None
 
 
-class _Block(torch.autograd.Function):
-    """numbers: those of the block and of its group, and the number of ranks that experts' gradients are a mean over."""
-
-    @staticmethod
-    def forward(ctx, numbers, aux_loss_grad, selection_bias, token_mask, tokens, logits, first, down, first_bias, down_bias):
-        block, group, _ = numbers
-        *outputs, flight = call(
-            group, _block_fwd, block, tokens, logits, selection_bias, token_mask, first, down, first_bias, down_bias, True
-        )
-        ctx.layer = *numbers, aux_loss_grad
-        ctx.save_for_backward(flight, logits, first, down, first_bias, down_bias)
-        ctx.mark_non_differentiable(*outputs[1:])
-        return tuple(outputs)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx, grad_out, *_):
-        block, group, num_ranks, aux_loss_grad = ctx.layer
-        flight, logits, first, down, first_bias, down_bias = ctx.saved_tensors
-        _refuse_transforms(grad_out)
-        # Experts' gradients are sums over the ranks. What arrives is scaled instead of them, because they are much larger than
-        # tokens, and by a power of two, which rounds nothing that is a normal number. Gradients in float16 are too small for that.
-        scale = 1.0 if grad_out.dtype == torch.float16 else 0.5 ** (num_ranks.bit_length() - 1)
-        if num_ranks > 1:
-            grad_out, aux_loss_grad = grad_out * scale, aux_loss_grad * scale * num_ranks
-        grad_tokens, grad_logits, *grads = call(
-            group, _block_bwd, block, flight, grad_out.contiguous(), logits, first, down, first_bias, down_bias, aux_loss_grad
-        )
-        grads = [None if each is None else grad for each, grad in zip((first, down, first_bias, down_bias), grads)]
-        if num_ranks > 1:
-            grad_tokens, grad_logits = grad_tokens / scale, grad_logits / scale
-        if scale * num_ranks != 1:
-            grads = [None if grad is None else grad.div_(scale * num_ranks) for grad in grads]
-        return None, None, None, None, grad_tokens, grad_logits, *grads
-
-
-def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, dispatch_format=None):
+def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, dispatch_format=None):
     require_kind("group", group, Group)
     if dtype not in _DTYPES:
         refuse_dtype("dtype", dtype, _DTYPES)
-    options = weighting, dispatch_format, "wide", alignment
+    options = weighting, dispatch_format, recipe, alignment
     return make_block_config(group.num_experts, router, ffn, DTYPES[_DTYPES[dtype]], *options, recompute=bool(recompute))
 
 
@@ -137,10 +74,10 @@ def _free_block(number, block):
 class Arena:
     """The memory of several layers of a group: flights, and what a call needs while it runs.
 
-    router, ffn, dtype, weighting, alignment, recompute: those of the layer that needs the most.  num_flights: forwards of all
-    layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's R.
-    Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its layers;
-    one that nobody destroys is freed as a layer is.
+    router, ffn, dtype, weighting, alignment, recompute, recipe: those of the layer that needs the most.  num_flights: forwards of
+    all layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's
+    R. Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its
+    layers; one that nobody destroys is freed as a layer is.
     """
 
     def __init__(
@@ -152,12 +89,13 @@ class Arena:
         num_flights: int = 1,
         max_rows: int = 0,
         dtype: torch.dtype = torch.float32,
-        weighting: str = "late",
-        alignment: int = 1,
+        weighting: str | None = None,
+        alignment: int | None = None,
         recompute: bool = False,
+        recipe: Recipe | str = "wide",
     ):
         self.group = group
-        block = _make_config(group, router, ffn, dtype, weighting, alignment, recompute)
+        block = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe)
         config = _moe_structs.ArenaConfig()
         raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
         config.block = ctypes.pointer(block)
@@ -212,11 +150,13 @@ class MoELayer(torch.nn.Module):
     group: an epx.torch.Group, whose hidden_dim, max_top_k and max_alignment the layer must fit.  router: an epx.moe.Router.
     ffn: an epx.moe.Ffn.  bias: whether the experts have biases.  selection_bias: whether the router has a bias for selection
     (DeepSeek-V3), a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.
-    weighting: "late" or "early".  alignment: rows that zones are padded to.  max_in_flight: forwards whose backward is still to
-    come; a checkpointed forward is none.  arena: an Arena that it shares with other layers, instead of max_in_flight flights of
-    its own.  recompute: the backward computes the FFN's activations again.  dispatch_format: an epx.RowFormat with wire_only, in
-    which the forward's tokens travel to their experts, also where these are on the same rank; gradients pass straight through.
-    reduce_gradients: "mean" or "none", see below.
+    weighting: "late" or "early"; default: "late", with a recipe in FP8 "early".  alignment: rows that zones are padded to;
+    default: 1, with a recipe in FP8 16.  max_in_flight: forwards whose backward is still to come; a checkpointed forward is none.
+    arena: an Arena that it shares with other layers, instead of max_in_flight flights of its own.  recompute: the backward
+    computes the FFN's activations again.  dispatch_format: an epx.RowFormat with wire_only, in which the forward's tokens travel
+    to their experts, also where these are on the same rank; gradients pass straight through.
+    recipe: which products of the experts multiply float8_e4m3fn, "wide", "fp8_activations" or "fp8", as epx.moe.Block has them;
+    see below.  reduce_gradients: "mean" or "none", see below.
     seed: experts and router are drawn from it alone, so all ranks have the same router, and the experts do not depend on the
     number of ranks; with None all parameters are 0.
 
@@ -231,6 +171,14 @@ class MoELayer(torch.nn.Module):
     experts' are of the sum of all ranks' losses. All ranks freeze gate_weight (requires_grad_(False)) or none does, and all ask
     for the same gradients.
 
+    With a recipe in FP8 dtype is float32 on the host transport and bfloat16 on GPUs, H and F are multiples of 128, the weighting
+    is "early", the alignment with "fp8" a multiple of 16, and there is no bias and no dispatch_format. Parameters stay what the
+    optimizer changes, and so do their gradients; with layer.float() they are float32 also where tokens are bfloat16. Each forward
+    and each backward quantises the weights that it reads, until quantise_parameters() is called: from then on calls read what
+    that has quantised. Nothing tells reliably that weights have changed: a tensor's _version counts no step of a fused optimizer,
+    no write through .data, no gathering by FSDP2, and nothing that a CUDA graph does. So it is the caller who says that calls
+    share what was quantised.
+
     Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by
     the next creation or destroy(), and what peers reach at the end of the group.
     """
@@ -244,12 +192,13 @@ class MoELayer(torch.nn.Module):
         bias: bool = False,
         selection_bias: bool = False,
         dtype: torch.dtype = torch.float32,
-        weighting: str = "late",
-        alignment: int = 1,
+        weighting: str | None = None,
+        alignment: int | None = None,
         max_in_flight: int = 1,
         arena: Arena | None = None,
         recompute: bool = False,
         dispatch_format: RowFormat | None = None,
+        recipe: Recipe | str = "wide",
         reduce_gradients: str = "mean",
         seed: int | None = 0,
     ):
@@ -259,7 +208,11 @@ class MoELayer(torch.nn.Module):
         self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
         # Which refuses what is no group.
-        config = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, dispatch_format)
+        config = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, dispatch_format)
+        self.recipe, self._dtype, self._recomputes = Recipe(config.recipe), dtype, bool(recompute)
+        if bias and self.recipe != Recipe.WIDE:
+            refuse("bias is True; with a recipe in FP8 experts have no biases")
+        self._kept = KeptWeights(group)
         self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
         self._create(config, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
@@ -347,7 +300,7 @@ class MoELayer(torch.nn.Module):
         flat = tokens.reshape(-1, shape[-1])
         logits = self._gate(flat) if logits is None else logits.reshape(-1, logits.shape[-1])
         if torch.is_autocast_enabled(flat.device.type):
-            flat = flat.to(self.first_weight.dtype)
+            flat = flat.to(self._dtype)
         if token_mask is not None:
             if token_mask.dtype not in (torch.bool, torch.uint8):
                 refuse_dtype("token_mask", token_mask.dtype, (torch.bool, torch.uint8))
@@ -358,13 +311,28 @@ class MoELayer(torch.nn.Module):
         for name, each in zip(("first_weight", "down_weight", "first_bias", "down_bias"), params):
             if each is not None:
                 require_usable(self.group, name, each)
-        if _records(flat, logits, *params):
-            outputs = _Block.apply(self._numbers, self.aux_loss_grad, self.selection_bias, token_mask, flat, logits, *params)
-        else:
-            block, group, _ = self._numbers
-            outputs = call(group, _block_fwd, block, flat, logits, self.selection_bias, token_mask, *params, False)[:-1]
+        inputs = self.selection_bias, token_mask, flat, logits
+        outputs = (self._run if self.recipe == Recipe.WIDE else self._run_fp8)(inputs, params)
         out = outputs[0].view(shape)
         return (out, Routing(logits.detach(), *outputs[1:])) if with_routing else out
+
+    def _run(self, inputs, params):
+        if _records(*inputs[2:], *params):
+            return Block.apply(self._numbers, self.aux_loss_grad, *inputs, *params)
+        block, group, _ = self._numbers
+        selection_bias, token_mask, tokens, logits = inputs
+        return call(group, _block_fwd, block, tokens, logits, selection_bias, token_mask, *params, False)[:-1]
+
+    def _run_fp8(self, inputs, params):
+        weights = params[:2]
+        require_masters(*weights)
+        self._kept.require_current(*weights)
+        if _records(*inputs[2:], *weights):
+            return Fp8Block.apply(self._numbers, self._recomputes, self.aux_loss_grad, *inputs, *weights, *self._kept.tensors)
+        block, group, _ = self._numbers
+        selection_bias, token_mask, tokens, logits = inputs
+        params = self._kept.tensors[:4] or quantised(group, weights, False)
+        return call(group, _block_fwd_fp8, block, tokens, logits, selection_bias, token_mask, *params, False)[:-1]
 
     def _gate(self, tokens):
         """[T, E] logits, in float32 also under autocast: a rounded logit selects other experts."""
@@ -389,6 +357,20 @@ class MoELayer(torch.nn.Module):
             refuse("the layer was created without selection_bias")
         number, group, _ = self._numbers
         call(group, _update_selection_bias, number, routing.global_counts, rate, self.selection_bias)
+
+    def quantise_parameters(self) -> None:
+        """Quantises the experts' weights for all calls that follow, with a recipe in FP8. Local. Call it after each step of the
+        optimizer: it is worth it where several forwards follow a step, as in pipelines, with accumulated gradients, with
+        checkpoints, or in inference. Without it they quantise weights themselves, and are right whatever changes those.
+
+        The layer then keeps 2 bytes for each weight, in memory that later calls of this write. So a CUDA graph may hold forwards
+        without it, which read what the last call has written, or it together with the optimizer's step. A forward refuses
+        weights whose _version says that they have changed since; see above for what it does not see. A backward that is still
+        to come is refused by autograd after it, as after a change of the weights themselves. Weights that FSDP2 has sharded are
+        refused."""
+        if self.recipe == Recipe.WIDE:
+            refuse("the layer was created with recipe wide, whose weights are not quantised")
+        self._kept.update(self.first_weight, self.down_weight)
 
     def expert_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that differ from rank to rank of the group."""

@@ -452,7 +452,8 @@ def saves_exchange():
     def policy(_context, op, *_args, **_kwargs):
         # torch.compile asks for the operator that passes the effect's token through.
         is_own = getattr(op, "namespace", "") == "epx" or op is torch.ops.higher_order.with_effects
-        return CheckpointPolicy.MUST_SAVE if is_own else CheckpointPolicy.PREFER_RECOMPUTE
+        is_exchange = is_own and op is not ops.quantise_weights.default  # whose results are large
+        return CheckpointPolicy.MUST_SAVE if is_exchange else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
