@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of docs/python.md run as they stand, and README.md has the first of them. page_test.py PAGE README"""
+"""The programs of docs/python.md for numpy and JAX run as they stand, and README.md has the first. page_test.py PAGE README"""
 
 import os
 import re
@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy
 
+import epx
+
 with open(sys.argv[1], encoding="utf-8") as page:
-    numpy_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)[:2]
+    numpy_program, fp8_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)[:3]
 
 with open(sys.argv[2], encoding="utf-8") as readme:
     assert f"```python\n{numpy_program}```" in readme.read()
@@ -23,6 +25,23 @@ names = {}
 exec(numpy_program, names)
 numpy.testing.assert_array_equal(names["out"], [[2] * 32, [1] * 32])
 names["group"].destroy()
+
+exec(fp8_program, names)
+generator = numpy.random.default_rng(1)
+sizes = dict(num_experts=4, max_tokens_per_rank=64, hidden_dim=128, max_top_k=2, max_token_dtype="float32", transport="host")
+with epx.bootstrap.local() as alone, epx.Group(alone, **sizes) as group:
+    tokens, logits, target = (generator.standard_normal((64, count), numpy.float32) for count in (128, 4, 128))
+    for recipe in ("fp8_activations", "fp8"):
+        with names["make_block"](group, recipe) as block:
+            shapes = block.params_shapes
+            weights = {name: generator.standard_normal(shape, numpy.float32) / 16 for name, shape in shapes.items()}
+            losses = []
+            for _ in range(2):
+                out = block.forward(tokens, logits, epx.moe.quantise_params(weights)).out
+                losses.append(((out - target) ** 2).mean())
+                names["train"](block, weights, 10 * [(tokens, logits, target)], 1e-3)
+            assert losses[1] < 0.5 * losses[0], losses
+    group.check()
 
 mesh = jax.make_mesh((1,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
 names = {"mesh": mesh}

@@ -10,6 +10,8 @@ import ranks
 ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 
+import epx
+
 with open(sys.argv[1], encoding="utf-8") as page:
     programs = re.findall(r"```python\n(.*?)```", page.read().split("## Ten lines: PyTorch")[1], flags=re.DOTALL)
 
@@ -49,6 +51,24 @@ for alignment in (1, 4):
     torch.testing.assert_close(out, dense.view(3, 2, 512), rtol=1e-4, atol=1e-4)
     out.sum().backward()
     assert sent.grad.isfinite().all() and sent.grad.abs().sum() > 0
+
+# A step of a layer in FP8, whose weights are quantised after it.
+names["layer"].destroy()
+exec(next(program for program in programs if "quantise_parameters" in program), names)
+layer = names["layer"]
+before = layer(tokens)
+(before - tokens).pow(2).sum().backward()
+names["optimizer"].step()
+after = layer(tokens)
+assert (after - tokens).pow(2).sum() < (before - tokens).pow(2).sum()
+del before, after
+with torch.no_grad():
+    layer.down_weight.mul_(2)
+try:
+    layer(tokens)
+    raise AssertionError("the forward has not seen the change")
+except epx.InvalidArgumentError as refusal:
+    assert "has changed since quantise_parameters()" in str(refusal), refusal
 names["group"].check()
 names["layer"].destroy()
 names["group"].destroy()
