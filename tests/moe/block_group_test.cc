@@ -82,8 +82,7 @@ TEST_CASE("rows that travel in a format have the bits of the local block, and th
 TEST_CASE("experts in FP8 on 1, 2, 3 and 4 ranks have the bits of the local block") {
   std::vector<Layer> layers;
   for (const epx_moe_recipe recipe : {EPX_MOE_RECIPE_FP8_ACTIVATIONS, EPX_MOE_RECIPE_FP8})
-    for (const int32_t top_k : {1, 3})
-      layers.push_back(make_layer(70, fp8_options(recipe, top_k)));
+    layers.push_back(make_layer(70, fp8_options(recipe)));
   for (const auto& split : kSplits) {
     each_rank(split, fp8_group_config(group_config(EPX_COMBINE_EXACT)), [&](const Rank& rank) {
       for (const Layer& layer : layers)
@@ -124,7 +123,6 @@ TEST_CASE("small gradients of experts in FP8 are not lost") {
 
 TEST_CASE("experts in FP8 keep pre_act or compute it again, and routes beyond an arena's rows are dropped") {
   each_rank(kSplits[2], fp8_group_config(group_config(EPX_COMBINE_EXACT)), [](const Rank& rank) {
-    check_recipe<float>(rank, EPX_MOE_RECIPE_FP8_ACTIVATIONS, 0);
     check_recipe<float>(rank, EPX_MOE_RECIPE_FP8, 0);
     const Layer layer = make_layer(72, fp8_options(EPX_MOE_RECIPE_FP8));
     const BlockArena arena(rank.group, layer.config, 1, 1); // 16 rows, which TMA can read
