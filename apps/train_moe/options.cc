@@ -11,6 +11,7 @@
 
 #include "apps/train_moe/errors.h"
 #include "epx/epx.h"
+#include "tools/named_recipes.h"
 
 namespace train {
 namespace {
@@ -21,8 +22,6 @@ const std::map<std::string, Exchange> kExchanges{
 const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
 const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
 
-const std::map<std::string, epx_moe_recipe> kRecipes{
-    {"wide", EPX_MOE_RECIPE_WIDE}, {"fp8_activations", EPX_MOE_RECIPE_FP8_ACTIVATIONS}, {"fp8", EPX_MOE_RECIPE_FP8}};
 constexpr int kFp8Block = 128; // elements of H and F that have a scale in common
 
 const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
@@ -38,6 +37,10 @@ const char* const kFooter = "Trains a byte-level language model with Mixture-of-
                             "failed or training cannot go on), 2 (the command line or a file is no good).\n"
                             "\n"
                             "Example: mpirun -n 4 train_moe --text FILE --steps 200 --experts 8 --top-k 2";
+
+std::map<std::string, epx_moe_recipe> recipes_by_name() {
+  return {epx::kNamedRecipes.begin(), epx::kNamedRecipes.end()};
+}
 
 std::map<std::string, epx::NamedFormat> formats_by_name() {
   return {epx::kNamedFormats.begin(), epx::kNamedFormats.end()};
@@ -76,6 +79,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", format_name = "none", recipe_name = "wide",
               seed = std::to_string(model.seed);
   const std::map<std::string, epx::NamedFormat> formats = formats_by_name();
+  const std::map<std::string, epx_moe_recipe> recipes = recipes_by_name();
   CLI::App app("train_moe: expert-parallel training on a text");
   app.footer(kFooter);
   app.set_version_flag("--version",
@@ -126,7 +130,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
          "--recipe", recipe_name,
          "which products of the experts are in FP8, with --exchange epx: wide (none), fp8_activations (forward and the "
          "gradients of rows), fp8 (those of weights too); --hidden and --ffn are then multiples of 128")
-      ->check(CLI::IsMember(&kRecipes))
+      ->check(CLI::IsMember(&recipes))
       ->capture_default_str();
   app.add_flag("--format-errors", options.measures_format_errors,
                "after training, write a JSON line with the relative error that each row format makes on the tokens of the "
@@ -161,7 +165,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   model.seed = parse_seed(seed);
   options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
   options.device = kDevices.at(device_name);
-  options.recipe = kRecipes.at(recipe_name);
+  options.recipe = recipes.at(recipe_name);
   const bool is_fp8 = options.recipe != EPX_MOE_RECIPE_WIDE;
   if (is_fp8 && options.device == DeviceKind::cuda && dtype->count() == 0) dtype_name = "bf16";
   if (is_fp8 && hidden->count() == 0) model.hidden = kFp8Block;

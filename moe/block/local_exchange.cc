@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five operations where all experts are on one rank: the local permutation, with
-// the bits of EPX_COMBINE_EXACT. Rows of a format are quantised as a group's are. Where a block gives combine_bwd a format,
-// the FFN applies the weights. Its handle memory is the number of rows in use and the row map.
+// The five operations where all experts are on one rank: the local permutation, with the bits of EPX_COMBINE_EXACT. Rows of
+// a format are quantised as a group's are. Where a block gives combine_bwd a format, the FFN applies the weights. Handle
+// memory is the number of rows in use and the row map.
 #include <algorithm>
 #include <vector>
 

@@ -18,6 +18,7 @@
 #include "tools/ep_bench/lists.h"
 #include "tools/ep_bench/options_check.h"
 #include "tools/ep_bench/options_help.h"
+#include "tools/named_recipes.h"
 
 namespace epx::bench {
 namespace {
@@ -31,8 +32,6 @@ constexpr std::array<std::pair<const char*, epx_transport>, 2> kTransports{
     {{"host", EPX_TRANSPORT_HOST}, {"nccl", EPX_TRANSPORT_NCCL}}};
 constexpr std::array<std::pair<const char*, epx_combine_precision>, 3> kPrecisions{
     {{"wire", EPX_COMBINE_WIRE}, {"exact", EPX_COMBINE_EXACT}, {"node", EPX_COMBINE_NODE}}};
-constexpr std::array<std::pair<const char*, epx_moe_recipe>, 3> kRecipes{
-    {{"wide", EPX_MOE_RECIPE_WIDE}, {"fp8_activations", EPX_MOE_RECIPE_FP8_ACTIVATIONS}, {"fp8", EPX_MOE_RECIPE_FP8}}};
 constexpr std::array<std::pair<const char*, epx_pads>, 2> kPads{
     {{"zero", EPX_PADS_ZERO}, {"untouched", EPX_PADS_UNTOUCHED}}};
 constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{{{"rows", EPX_SCALES_ROWS},
@@ -405,7 +404,7 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.scale_layout = value_of<epx_scale_layout>("--scale-layout", scale_layout, kScaleLayouts);
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
-  options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kRecipes);
+  options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kNamedRecipes);
   options.seed = parse_seed(seed);
   check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
@@ -467,7 +466,7 @@ const char* to_string(epx_pads pads) {
   return name_of<epx_pads>(pads, kPads);
 }
 const char* to_string(epx_moe_recipe recipe) {
-  return name_of<epx_moe_recipe>(recipe, kRecipes);
+  return name_of<epx_moe_recipe>(recipe, kNamedRecipes);
 }
 
 } // namespace epx::bench

@@ -6,21 +6,22 @@
 
 namespace epx::moe::cuda {
 
-GroupedGemm CudaFp8Ops::fp8_product(Product product) const {
+template <typename A, typename B>
+GroupedGemm CudaFp8Ops::fp8_product(Product product, const A& a, const B& b) const {
   GroupedGemm gemm{.product = product, .zones = device_zones_, .in_dtype = EPX_FLOAT8_E4M3, .out_dtype = EPX_BFLOAT16};
+  gemm.a = a.codes;
+  gemm.a_scales = a.scales;
+  gemm.b = b.codes;
+  gemm.b_scales = b.scales;
   gemm.tensor_core_workspace = products_workspace_;
   return gemm;
 }
 
 void CudaFp8Ops::multiply(const Fp8Rows& a, const Fp8Weights& b, const WideRows& d) const {
-  GroupedGemm gemm = fp8_product(Product::kRowsByWeight);
+  GroupedGemm gemm = fp8_product(Product::kRowsByWeight, a, b);
   gemm.n = d.columns;
   gemm.k = a.columns;
-  gemm.a = a.codes;
-  gemm.a_scales = a.scales;
   gemm.a_stride = a.columns;
-  gemm.b = b.codes;
-  gemm.b_scales = b.scales;
   gemm.b_stride = d.columns * a.columns;
   gemm.d = d.data;
   gemm.d_stride = d.columns;
@@ -28,14 +29,10 @@ void CudaFp8Ops::multiply(const Fp8Rows& a, const Fp8Weights& b, const WideRows&
 }
 
 void CudaFp8Ops::weight_gradient(const Fp8Columns& a, const Fp8Columns& b, const ParamTensor& grad, bool accumulate) const {
-  GroupedGemm gemm = fp8_product(Product::kWeightGradient);
+  GroupedGemm gemm = fp8_product(Product::kWeightGradient, a, b);
   gemm.m = a.columns;
   gemm.n = b.columns;
-  gemm.a = a.codes;
-  gemm.a_scales = a.scales;
   gemm.a_stride = zones_.num_rows;
-  gemm.b = b.codes;
-  gemm.b_scales = b.scales;
   gemm.b_stride = zones_.num_rows;
   gemm.d = grad.data;
   gemm.d_stride = grad.stride;

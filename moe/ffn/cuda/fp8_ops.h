@@ -28,7 +28,9 @@ public:
   void activate_bwd(const WideSwigluBwd& call) const override;
 
 private:
-  GroupedGemm fp8_product(Product product) const;
+  // With the codes and scales of the operands, which are rows, columns or weights.
+  template <typename A, typename B>
+  GroupedGemm fp8_product(Product product, const A& a, const B& b) const;
   void run(const GroupedGemm& gemm) const { call_.require_launched(launch_grouped_gemm(gemm, call_.target())); }
 
   RowZones zones_;
