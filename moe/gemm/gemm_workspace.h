@@ -33,8 +33,8 @@ inline constexpr int kMaxSmsOfSm90 = 144; // of a full GH100
 inline constexpr size_t kTensormapBytes = 128;
 inline constexpr size_t kTensormapsBytes = size_t{kMaxSmsOfSm90} * 5 * kTensormapBytes;
 
-// Five addresses, three strides and three sizes of each expert's product.
-inline constexpr size_t kGroupBytes = 5 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
+// Three addresses, three strides and three sizes of each expert's product.
+inline constexpr size_t kGroupBytes = 3 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
 
 // The workspace of the products of one call, which use it one after the other.
 constexpr size_t tensor_core_workspace_bytes(int num_experts) {

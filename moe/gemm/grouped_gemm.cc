@@ -53,7 +53,7 @@ bool is_known(const GroupedGemm& gemm) {
   const bool is_as_a = gemm.out_dtype == (is_fp8 ? EPX_BFLOAT16 : gemm.in_dtype);
   switch (gemm.product) {
   case Product::kRowsByWeight:
-    return is_as_a && (is_fp8 || !gemm.accumulate);
+    return is_as_a && !gemm.accumulate;
   case Product::kRowsByTransposedWeight:
     return is_as_a && !is_fp8;
   case Product::kWeightGradient:

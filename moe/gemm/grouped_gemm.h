@@ -37,7 +37,7 @@ struct DeviceZones {
 // then the sum, times both scales, is added to the sum of the blocks before it (promotion).
 //
 //   product                  a and b                                          d                              accumulate
-//   kRowsByWeight            any                                              as a; of E4M3 BFLOAT16         of E4M3
+//   kRowsByWeight            any                                              as a; of E4M3 BFLOAT16         no
 //   kRowsByTransposedWeight  FLOAT32, FLOAT16, BFLOAT16                       as a                           yes
 //   kWeightGradient          any; of E4M3 columns of the zones instead of     as a, of E4M3 BFLOAT16;        of FLOAT32
 //                            rows                                             or FLOAT32
@@ -58,8 +58,9 @@ struct GroupedGemm {
   const void* a = nullptr;
   const void* b = nullptr;
   void* d = nullptr;
-  // Of FLOAT8_E4M3, whose m, n and k are multiples of kQuantiseBlock, as epx_moe_quantise_rows and _weights write them: a_scales [N, k / 128] and b_scales [E, n / 128, k / 128]; of
-  // kWeightGradient, where a is [m, N] and b [n, N], a_scales [N / 128 + E, m] and b_scales [N / 128 + E, n].
+  // Of FLOAT8_E4M3, whose m, n and k are multiples of kQuantiseBlock, as epx_moe_quantise_rows and _weights write them: a_scales
+  // [N, k / 128] and b_scales [E, n / 128, k / 128]; of kWeightGradient, where a is [m, N] and b [n, N], a_scales
+  // [N / 128 + E, m] and b_scales [N / 128 + E, n].
   const float* a_scales = nullptr;
   const float* b_scales = nullptr;
   // Elements from one row to the next of a tensor of rows or of columns, and from one expert to the next of one of weights.
@@ -68,7 +69,8 @@ struct GroupedGemm {
   int64_t d_stride = 0;
   bool accumulate = false; // adds to d
   // tensor_core_workspace_bytes() of device memory where fits_tensor_cores() is true and all tensors are aligned to
-  // kTmaAlignment, and so are the first rows of zones in kWeightGradient of FLOAT8_E4M3; NULL elsewhere. Products in one stream may share it.
+  // kTmaAlignment, and so are the first rows of zones in kWeightGradient of FLOAT8_E4M3 (a zone that begins elsewhere counts as
+  // empty); NULL elsewhere. Products in one stream may share it.
   void* tensor_core_workspace = nullptr;
 };
 

@@ -136,7 +136,7 @@ inline SwigluOutputs run_swiglu_bwd(const QuantiseFormat& how, const SwigluInput
 }
 
 // Compares exactly on the host. A GPU's exponential may differ in its last place: there a code may be a neighbour's now and then,
-// and a scale of BLOCK128 a little off.
+// and a scale of BLOCK128 a little off, by more than that place where 1 + gate * (1 - sigmoid) cancels.
 inline std::string swiglu_difference(const QuantisedRows& actual, const QuantisedRows& expected,
                                      const QuantiseFormat& format) {
   std::string exact = actual.difference_to(expected);
@@ -153,14 +153,15 @@ inline std::string swiglu_difference(const QuantisedRows& actual, const Quantise
   if (code_fault(actual.row_codes, expected.row_codes) || code_fault(actual.column_codes, expected.column_codes))
     return exact;
   if (num_neighbours > 2 + actual.row_codes.count() / 1000) return exact;
+  constexpr double kOff = 1e-5;
   const auto row_scales = [](const QuantisedRows& rows) {
     Tensor<float> scales({rows.row_scales.count() / 4});
     for (int64_t i = 0; i < scales.count(); ++i)
       std::memcpy(&scales[i], &rows.row_scales[4 * i], 4);
     return scales;
   };
-  return difference(row_scales(actual), row_scales(expected), 1e-6) +
-         difference(actual.column_scales, expected.column_scales, 1e-6);
+  return difference(row_scales(actual), row_scales(expected), kOff) +
+         difference(actual.column_scales, expected.column_scales, kOff);
 }
 
 } // namespace epx::test

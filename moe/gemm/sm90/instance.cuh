@@ -7,16 +7,13 @@
 
 #include <cute/tensor.hpp>
 #include <cutlass/bfloat16.h>
-#include <cutlass/detail/blockwise_scale_layout.hpp>
 #include <cutlass/device_kernel.h>
 #include <cutlass/epilogue/collective/collective_builder.hpp>
-#include <cutlass/float8.h>
 #include <cutlass/gemm/collective/collective_builder.hpp>
 #include <cutlass/gemm/group_array_problem_shape.hpp>
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 
 #include "moe/gemm/gemm_workspace.h"
-#include "moe/gemm/grouped_gemm.h"
 #include "moe/gemm/sm90/instances.h"
 
 namespace epx::moe::cuda::sm90 {
@@ -44,57 +41,10 @@ struct Pingpong {
   using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedPingpong;
 };
 
-// Two consumer warp groups take the halves of a tile of 128 x 128, whose stage is a block that has scales: after each stage its
-// sum is promoted.
-struct Fp8Cooperative {
-  using Tile = cute::Shape<cute::_128, cute::_128, cute::_128>;
-  using Cluster = cute::Shape<cute::_1, cute::_2, cute::_1>;
-  using Mainloop = cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8BlockScaledAccum;
-  using Epilogue = cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative;
-};
-
-// The operands of an instance: A and B are what CUTLASS takes for their layouts, and arguments() those of the mainloop.
-
-template <typename LayoutA, typename LayoutB>
-struct Bf16Operands {
-  using Element = cutlass::bfloat16_t;
-  using A = LayoutA*;
-  using B = LayoutB*;
-
-  template <typename Kernel>
-  static auto arguments(const Groups& groups) -> typename Kernel::MainloopArguments {
-    return {reinterpret_cast<const Element**>(groups.a), reinterpret_cast<typename Kernel::StrideA>(groups.a_strides),
-            reinterpret_cast<const Element**>(groups.b), reinterpret_cast<typename Kernel::StrideB>(groups.b_strides)};
-  }
-};
-
-// Each row of a has a scale for each block of the inner index, and so have kColumns neighbouring columns of d. The scales of an
-// operand are a matrix of outer and block index; kMajor says which of the two is contiguous. CUTLASS finds the other stride
-// from the sizes of the group.
-template <int kColumns, cute::GMMA::Major kMajor>
-struct Fp8Operands {
-  using Element = cutlass::float_e4m3_t;
-  using Scales = cutlass::detail::Sm90BlockwiseScaleConfig<1, kColumns, kQuantiseBlock, kMajor, kMajor>;
-  using A = cute::tuple<KMajorA*, typename Scales::LayoutSFA*>;
-  using B = cute::tuple<KMajorB*, typename Scales::LayoutSFB*>;
-
-  template <typename Kernel>
-  static auto arguments(const Groups& groups) -> typename Kernel::MainloopArguments {
-    return {reinterpret_cast<const Element**>(groups.a),
-            reinterpret_cast<typename Kernel::StrideA>(groups.a_strides),
-            reinterpret_cast<const Element**>(groups.b),
-            reinterpret_cast<typename Kernel::StrideB>(groups.b_strides),
-            groups.a_scales,
-            nullptr,
-            groups.b_scales,
-            nullptr};
-  }
-};
-
-// d has rows of T. With kCanAccumulate d is also read.
-template <typename Schedule, typename Operands, typename T, bool kCanAccumulate>
+// LayoutA and LayoutB are those of bf16 operands; d has rows of T. With kCanAccumulate d is also read.
+template <typename Schedule, typename LayoutA, typename LayoutB, typename T, bool kCanAccumulate>
 class Instance {
-  using Element = typename Operands::Element;
+  using Element = cutlass::bfloat16_t;
   using Rows = cutlass::layout::RowMajor;
   using Source = cute::conditional_t<kCanAccumulate, T, void>;
   static constexpr int kAlignment = 16 / sizeof(Element); // elements that TMA needs to be aligned
@@ -106,8 +56,8 @@ class Instance {
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, Source, Rows*, kAlignmentOfD, T, Rows*, kAlignmentOfD,
       typename Schedule::Epilogue>::CollectiveOp;
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, typename Operands::A, kAlignment, Element,
-      typename Operands::B, kAlignment, float, typename Schedule::Tile, typename Schedule::Cluster,
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, LayoutA*, kAlignment, Element, LayoutB*, kAlignment,
+      float, typename Schedule::Tile, typename Schedule::Cluster,
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
       typename Schedule::Mainloop>::CollectiveOp;
   using Kernel = cutlass::gemm::kernel::GemmUniversal<Problems, Mainloop, Epilogue>;
@@ -127,7 +77,9 @@ public:
     Arguments args{};
     args.mode = cutlass::gemm::GemmUniversalMode::kGrouped;
     args.problem_shape = {groups.num_groups, reinterpret_cast<Problem*>(groups.sizes), nullptr};
-    args.mainloop = Operands::template arguments<Kernel>(groups);
+    args.mainloop = {
+        reinterpret_cast<const Element**>(groups.a), reinterpret_cast<typename Kernel::StrideA>(groups.a_strides),
+        reinterpret_cast<const Element**>(groups.b), reinterpret_cast<typename Kernel::StrideB>(groups.b_strides)};
     args.epilogue.ptr_D = reinterpret_cast<T**>(groups.d);
     args.epilogue.dD = reinterpret_cast<typename Kernel::StrideD>(groups.d_strides);
     if constexpr (kCanAccumulate) {

@@ -15,11 +15,9 @@ namespace epx::moe::cuda::sm90 {
 // The products of the experts as CUTLASS wants them: arrays in device memory.
 struct Groups {
   int num_groups = 0;
-  const void** a = nullptr; // [num_groups]; so are the next seven
+  const void** a = nullptr; // [num_groups]; so are the next five
   const void** b = nullptr;
   void** d = nullptr;
-  const float** a_scales = nullptr; // of FLOAT8_E4M3
-  const float** b_scales = nullptr;
   int64_t* a_strides = nullptr; // elements from row to row, in memory
   int64_t* b_strides = nullptr;
   int64_t* d_strides = nullptr;
@@ -34,12 +32,6 @@ cudaError_t launch_rows_by_transposed_weight(const Groups& groups, bool accumula
 cudaError_t launch_weight_gradient(const Groups& groups, const LaunchTarget& target);
 cudaError_t launch_weight_gradient_fp32(const Groups& groups, bool accumulate, const LaunchTarget& target);
 std::vector<const void*> instance_kernels();
-
-// Those of FLOAT8_E4M3.
-cudaError_t launch_fp8_rows_by_weight(const Groups& groups, bool accumulate, const LaunchTarget& target);
-cudaError_t launch_fp8_weight_gradient(const Groups& groups, const LaunchTarget& target);
-cudaError_t launch_fp8_weight_gradient_fp32(const Groups& groups, bool accumulate, const LaunchTarget& target);
-std::vector<const void*> fp8_instance_kernels();
 
 // Throws, since CUTLASS needs more memory for its tensormaps than there is.
 [[noreturn]] void refuse_tensormaps(size_t bytes, size_t available_bytes);

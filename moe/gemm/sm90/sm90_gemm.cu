@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Before each grouped GEMM a small kernel turns the zones into groups, so that the host need not know how many rows they have.
+// Before each grouped GEMM of CUTLASS a small kernel turns the zones into groups, so that the host need not know how many rows
+// they have.
 //
 //   warps        what they do                                                              what they wait for
 //   of block 0   each thread writes the group of an expert                                 nothing
@@ -10,6 +11,7 @@
 #include "base/device/launch.h"
 #include "moe/cuda/warps.cuh"
 #include "moe/gemm/gemm_workspace.h"
+#include "moe/gemm/sm90/fp8_gemm.h"
 #include "moe/gemm/sm90/instances.h"
 #include "moe/gemm/zones.cuh"
 
@@ -19,20 +21,13 @@ namespace {
 struct GroupsParams {
   GroupedGemm gemm;
   Groups groups;
-  int64_t in_bytes, d_bytes; // of an element
+  int64_t d_bytes; // of an element
 };
-
-// The zone of an expert's product. TMA reads columns from aligned addresses only: a zone that begins elsewhere has no product.
-__device__ Zone readable_zone_of(const GroupedGemm& gemm, int expert) {
-  Zone zone = zone_of(gemm.zones, expert);
-  if (has_columns(gemm) && zone.first_row % static_cast<int64_t>(kTmaAlignment) != 0) zone.num_rows = 0;
-  return zone;
-}
 
 __device__ void fill_group(const GroupsParams& params, int expert) {
   const GroupedGemm& gemm = params.gemm;
   const Groups& groups = params.groups;
-  const Zone zone = readable_zone_of(gemm, expert);
+  const Zone zone = zone_of(gemm.zones, expert);
   const bool is_gradient = gemm.product == Product::kWeightGradient;
   const bool has_rows = zone.num_rows > 0;
   // TMA knows no tensor without elements. No tensormap is made of a group without rows of d, whatever its inner size is.
@@ -40,17 +35,9 @@ __device__ void fill_group(const GroupsParams& params, int expert) {
   sizes[0] = static_cast<int32_t>(is_gradient ? (has_rows ? gemm.m : 0) : zone.num_rows);
   sizes[1] = static_cast<int32_t>(gemm.n);
   sizes[2] = static_cast<int32_t>(is_gradient ? zone.num_rows : gemm.k);
-  const auto element_at = [&](const void* data, int64_t i) { return static_cast<const char*>(data) + i * params.in_bytes; };
-  const auto zone_at = [&](const void* data, int64_t stride) {
-    return element_at(data, zone.first_row * (has_columns(gemm) ? 1 : stride));
-  };
-  groups.a[expert] = zone_at(gemm.a, gemm.a_stride);
-  groups.b[expert] = is_gradient ? zone_at(gemm.b, gemm.b_stride) : element_at(gemm.b, expert * gemm.b_stride);
-  if (gemm.a_scales != nullptr) {
-    const ScaleOffsets scales = scale_offsets(gemm, zone, expert);
-    groups.a_scales[expert] = gemm.a_scales + scales.a;
-    groups.b_scales[expert] = gemm.b_scales + scales.b;
-  }
+  const auto element_at = [&](const void* data, int64_t i) { return static_cast<const uint16_t*>(data) + i; };
+  groups.a[expert] = element_at(gemm.a, zone.first_row * gemm.a_stride);
+  groups.b[expert] = element_at(gemm.b, (is_gradient ? zone.first_row : expert) * gemm.b_stride);
   groups.d[expert] = static_cast<char*>(gemm.d) + (is_gradient ? expert : zone.first_row) * gemm.d_stride * params.d_bytes;
   groups.a_strides[expert] = gemm.a_stride;
   groups.b_strides[expert] = is_gradient ? gemm.b_stride : gemm.product == Product::kRowsByWeight ? gemm.k : gemm.n;
@@ -63,7 +50,7 @@ __device__ void clear_empty(const GroupsParams& params) {
   const int64_t vectors = gemm.m * gemm.n * params.d_bytes / static_cast<int64_t>(sizeof(uint4));
   for (int base = 0; base < gemm.zones.num_experts; base += kWarp) {
     const int expert = base + lane();
-    const bool is_empty = expert < gemm.zones.num_experts && readable_zone_of(gemm, expert).num_rows == 0;
+    const bool is_empty = expert < gemm.zones.num_experts && zone_of(gemm.zones, expert).num_rows == 0;
     for (unsigned empty = __ballot_sync(~0u, is_empty); empty != 0; empty &= empty - 1) {
       auto* const d =
           reinterpret_cast<uint4*>(static_cast<char*>(gemm.d) + (base + __ffs(empty) - 1) * gemm.d_stride * params.d_bytes);
@@ -95,8 +82,6 @@ Groups groups_of(const GroupedGemm& gemm) {
   take(groups.a, num_groups);
   take(groups.b, num_groups);
   take(groups.d, num_groups);
-  take(groups.a_scales, num_groups);
-  take(groups.b_scales, num_groups);
   take(groups.a_strides, num_groups);
   take(groups.b_strides, num_groups);
   take(groups.d_strides, num_groups);
@@ -107,30 +92,29 @@ Groups groups_of(const GroupedGemm& gemm) {
 } // namespace
 
 std::vector<const void*> gemm_kernels(epx_dtype in_dtype) {
-  std::vector<const void*> kernels = in_dtype == EPX_FLOAT8_E4M3 ? fp8_instance_kernels() : instance_kernels();
+  if (in_dtype == EPX_FLOAT8_E4M3) return fp8_gemm_kernels();
+  std::vector<const void*> kernels = instance_kernels();
   kernels.push_back(reinterpret_cast<const void*>(&make_groups_kernel));
   return kernels;
 }
 
 cudaError_t launch_gemm(const GroupedGemm& gemm, const LaunchTarget& target) {
-  const bool is_fp32 = gemm.out_dtype == EPX_FLOAT32, is_fp8 = gemm.in_dtype == EPX_FLOAT8_E4M3;
+  if (gemm.in_dtype == EPX_FLOAT8_E4M3) return launch_fp8_gemm(gemm, target);
+  const bool is_fp32 = gemm.out_dtype == EPX_FLOAT32;
   const Groups groups = groups_of(gemm);
   const bool clears = gemm.product == Product::kWeightGradient && !gemm.accumulate;
   const epx::cuda::Grid grid{clears ? target.num_sms * kBlocksPerSm : 1, kThreads};
-  const cudaError_t error = epx::cuda::launch(&make_groups_kernel, grid, stream_of(target),
-                                              GroupsParams{gemm, groups, is_fp8 ? 1 : 2, is_fp32 ? 4 : 2});
+  const cudaError_t error =
+      epx::cuda::launch(&make_groups_kernel, grid, stream_of(target), GroupsParams{gemm, groups, is_fp32 ? 4 : 2});
   if (error != cudaSuccess) return error;
   switch (gemm.product) {
   case Product::kRowsByWeight:
-    if (is_fp8) return launch_fp8_rows_by_weight(groups, gemm.accumulate, target);
     return launch_rows_by_weight(groups, target);
   case Product::kRowsByTransposedWeight:
     return launch_rows_by_transposed_weight(groups, gemm.accumulate, target);
   case Product::kWeightGradient:
     break;
   }
-  if (is_fp8 && is_fp32) return launch_fp8_weight_gradient_fp32(groups, gemm.accumulate, target);
-  if (is_fp8) return launch_fp8_weight_gradient(groups, target);
   if (is_fp32) return launch_weight_gradient_fp32(groups, gemm.accumulate, target);
   return launch_weight_gradient(groups, target);
 }

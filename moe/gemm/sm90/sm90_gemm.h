@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The grouped GEMMs for BFLOAT16 and FLOAT8_E4M3 on GPUs of compute capability 9.0, by CUTLASS.
+// The grouped GEMMs on GPUs of compute capability 9.0: for BFLOAT16 by CUTLASS, for FLOAT8_E4M3 by fp8_gemm.h.
 #pragma once
 
 #include <vector>
