@@ -506,7 +506,7 @@ typedef struct epx_moe_quantise_weights_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
   const epx_row_format* format;        /**< [in] scaling and amax_floor; scale_layout is EPX_SCALES_ROWS (0) */
-  const epx_tensor* weights;           /**< [in] [E_l, R, C] FLOAT32 or BFLOAT16 */
+  const epx_tensor* weights;           /**< [in] [E_l, R, C] FLOAT32, FLOAT16 or BFLOAT16 */
   const epx_tensor* codes;             /**< [out, optional] [E_l, R, C] FLOAT8_E4M3 */
   const epx_tensor* scales;            /**< [out] Iff codes is given: [E_l, R / 128, C / 128] FLOAT32 */
   const epx_tensor* transposed_codes;  /**< [out, optional] [E_l, C, R] FLOAT8_E4M3 */
@@ -598,8 +598,9 @@ typedef enum epx_moe_recipe EPX_ENUM_INT32 {
 } epx_moe_recipe;
 
 /** Weights of this rank's experts, gate and up stacked, as two calls of epx_moe_quantise_weights() make them of
- * gate_up_weight and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32 or BFLOAT16. A
- * forward looks at the first four, a backward at the others. That of a block with `recompute` looks at gate_up_codes, too. */
+ * gate_up_weight and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32, FLOAT16 or
+ * BFLOAT16. A forward looks at the first four, a backward at the others. That of a block with `recompute` looks at
+ * gate_up_codes, too. */
 typedef struct epx_moe_fp8_params {
   size_t struct_size;
   const epx_tensor* gate_up_codes;             /**< [E_l, 2F, H] FLOAT8_E4M3, as all codes */

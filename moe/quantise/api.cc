@@ -138,7 +138,7 @@ epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
       fail(EPX_ERROR_INVALID_ARGUMENT,
            "format.scale_layout is {}; the scales of weights have no layouts, so it must be EPX_SCALES_ROWS (0)",
            static_cast<int>(args->format->scale_layout));
-    require_tensor(args->weights, "weights", {EPX_FLOAT32, EPX_BFLOAT16},
+    require_tensor(args->weights, "weights", {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16},
                    {{"E_l", kAnySize}, {"R", kAnySize}, {"C", kAnySize}});
     call.dtype = args->weights->dtype;
     call.weights = args->weights->data;

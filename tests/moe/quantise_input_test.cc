@@ -204,7 +204,7 @@ TEST_CASE("bad arguments of epx_moe_quantise_weights are refused") {
       {Op::weights, [](C& c) { c.weights.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
       {Op::weights, [](C& c) { c.format.scale_layout = EPX_SCALES_COLUMNS; }, {"format.scale_layout is 1", "weights"}},
       {Op::weights, [](C& c) { c.weights.weights = nullptr; }, {"weights", "NULL"}},
-      {Op::weights, [](C& c) { c.matrices.dtype = EPX_FLOAT16; }, {"weights", "float16", "float32 or bfloat16"}},
+      {Op::weights, [](C& c) { c.matrices.dtype = EPX_FLOAT64; }, {"weights", "float64", "float32 or float16 or bfloat16"}},
       {Op::weights, [](C& c) { c.matrices.ndim = 2; }, {"weights", "2", "3"}},
       {Op::weights, [](C& c) { c.matrices.sizes[1] = 127; }, {"weights has R = 127", "multiple of 128"}},
       {Op::weights, [](C& c) { c.matrices.sizes[2] = 192; }, {"weights has C = 192", "multiple of 128"}},

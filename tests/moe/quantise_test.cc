@@ -175,14 +175,20 @@ TEST_CASE("random weights have the codes and scales of the oracle, in both orien
     const auto e = rng.pick<int64_t>({0, 1, 1, 3}), r = rng.pick<int64_t>({128, 256, 384}),
                c = rng.pick<int64_t>({128, 256});
     const auto orientation = rng.pick({Orientation::given, Orientation::transposed, Orientation::both});
-    if (rng.chance(50)) {
-      const auto weights = random_rows<float>({e, r, c}, c * 64, rng);
+    const auto check = [&](auto zero) {
+      const auto weights = random_rows<decltype(zero)>({e, r, c}, c * 64, rng);
       CHECK(run_quantise_weights(format, weights, orientation)
                 .difference_to(expected_weights(format, weights, orientation)) == "");
-    } else {
-      const auto weights = random_rows<Bfloat16>({e, r, c}, c * 64, rng);
-      CHECK(run_quantise_weights(format, weights, orientation)
-                .difference_to(expected_weights(format, weights, orientation)) == "");
+    };
+    switch (rng.below(3)) {
+    case 0:
+      check(0.0f);
+      break;
+    case 1:
+      check(Float16());
+      break;
+    default:
+      check(Bfloat16());
     }
   }
 }

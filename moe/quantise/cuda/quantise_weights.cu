@@ -7,6 +7,7 @@
 //   all     find the scale, store their codes, and put them into shared memory    the maxima of all warps
 //   all     store the transposed codes                                            the codes of all warps
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include "base/device/launch.h"
 #include "moe/cuda/warps.cuh"
@@ -97,6 +98,7 @@ cudaError_t launch_weights(const QuantiseWeights& call, const LaunchTarget& targ
 } // namespace
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target) {
+  if (call.dtype == EPX_FLOAT16) return launch_weights<__half>(call, target);
   if (call.dtype == EPX_BFLOAT16) return launch_weights<__nv_bfloat16>(call, target);
   return launch_weights<float>(call, target);
 }

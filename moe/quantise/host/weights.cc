@@ -57,6 +57,8 @@ void quantise(const QuantiseWeights& call) {
   const host::DefaultFloatEnvironment environment;
   if (call.dtype == EPX_BFLOAT16)
     quantise_matrices<Bfloat16Bits>(call);
+  else if (call.dtype == EPX_FLOAT16)
+    quantise_matrices<Float16Bits>(call);
   else
     quantise_matrices<Float32Bits>(call);
 }
