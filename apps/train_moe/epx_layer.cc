@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE layer on epx has one block per layer, all of them on one group.
 #include <exception>
-#include <initializer_list>
 #include <optional>
 
 #include "apps/train_moe/errors.h"
@@ -55,44 +54,39 @@ public:
   // Quantises float32 masters. What it returns is good until the next call.
   epx::moe::Fp8Params of(const ModelOptions& model, int64_t count, const float* gate_up, const float* down,
                          const epx_moe_cuda* cuda) {
-    const int64_t hidden = model.hidden, ffn = model.ffn;
-    gate_up_.quantise(gate_up, {count, 2 * ffn, hidden}, cuda);
-    down_.quantise(down, {count, hidden, ffn}, cuda);
-    return {gate_up_.codes,         gate_up_.scales,           down_.codes,
-            down_.scales,           gate_up_.transposed_codes, gate_up_.transposed_scales,
-            down_.transposed_codes, down_.transposed_scales};
+    const int64_t hidden = model.hidden, ffn = model.ffn, stacked = 2 * ffn;
+    const auto codes = [&](Array<uint8_t>& bytes, int64_t rows, int64_t columns) {
+      bytes.resize(count * rows * columns);
+      return epx::Tensor(bytes.data(), EPX_FLOAT8_E4M3, {count, rows, columns});
+    };
+    const auto scales = [&](Array<float>& values, int64_t rows, int64_t columns) {
+      const int64_t row_blocks = rows / kBlock, column_blocks = columns / kBlock;
+      values.resize(count * row_blocks * column_blocks);
+      return epx::Tensor(values.data(), EPX_FLOAT32, {count, row_blocks, column_blocks});
+    };
+    const epx::moe::Fp8Tensors<epx::Tensor> made = {
+        .gate_up_codes = codes(gate_up_.codes, stacked, hidden),
+        .gate_up_scales = scales(gate_up_.scales, stacked, hidden),
+        .down_codes = codes(down_.codes, hidden, ffn),
+        .down_scales = scales(down_.scales, hidden, ffn),
+        .gate_up_transposed_codes = codes(gate_up_.transposed_codes, hidden, stacked),
+        .gate_up_transposed_scales = scales(gate_up_.transposed_scales, hidden, stacked),
+        .down_transposed_codes = codes(down_.transposed_codes, ffn, hidden),
+        .down_transposed_scales = scales(down_.transposed_scales, ffn, hidden)};
+    epx::moe::quantise_params({.cuda = cuda,
+                               .format = epx::RowFormat(EPX_SCALING_BLOCK128),
+                               .gate_up_weight = {gate_up, EPX_FLOAT32, {count, stacked, hidden}},
+                               .down_weight = {down, EPX_FLOAT32, {count, hidden, ffn}},
+                               .fp8_params = made});
+    return made;
   }
 
 private:
-  // One weight [E_l, R, C] in both orientations.
   struct Weight {
-    explicit Weight(Device& device)
-        : code_bytes(device), transposed_code_bytes(device), scale_values(device), transposed_scale_values(device) {}
+    explicit Weight(Device& device) : codes(device), transposed_codes(device), scales(device), transposed_scales(device) {}
 
-    void quantise(const float* weights, std::initializer_list<int64_t> shape, const epx_moe_cuda* cuda) {
-      const int64_t* const sizes = shape.begin();
-      const int64_t count = sizes[0], rows = sizes[1], columns = sizes[2];
-      const int64_t elements = count * rows * columns, blocks = elements / (kBlock * kBlock);
-      code_bytes.resize(elements);
-      transposed_code_bytes.resize(elements);
-      scale_values.resize(blocks);
-      transposed_scale_values.resize(blocks);
-      codes = {code_bytes.data(), EPX_FLOAT8_E4M3, {count, rows, columns}};
-      transposed_codes = {transposed_code_bytes.data(), EPX_FLOAT8_E4M3, {count, columns, rows}};
-      scales = {scale_values.data(), EPX_FLOAT32, {count, rows / kBlock, columns / kBlock}};
-      transposed_scales = {transposed_scale_values.data(), EPX_FLOAT32, {count, columns / kBlock, rows / kBlock}};
-      epx::moe::quantise_weights({.cuda = cuda,
-                                  .format = epx::RowFormat(EPX_SCALING_BLOCK128),
-                                  .weights = {weights, EPX_FLOAT32, {count, rows, columns}},
-                                  .codes = codes,
-                                  .scales = scales,
-                                  .transposed_codes = transposed_codes,
-                                  .transposed_scales = transposed_scales});
-    }
-
-    Array<uint8_t> code_bytes, transposed_code_bytes;
-    Array<float> scale_values, transposed_scale_values;
-    epx::Tensor codes, scales, transposed_codes, transposed_scales;
+    Array<uint8_t> codes, transposed_codes;
+    Array<float> scales, transposed_scales;
   };
   static constexpr int64_t kBlock = 128;
 

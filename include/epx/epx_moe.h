@@ -597,10 +597,10 @@ typedef enum epx_moe_recipe EPX_ENUM_INT32 {
   EPX_MOE_RECIPE_FP8 = 2
 } epx_moe_recipe;
 
-/** Weights of this rank's experts, gate and up stacked, as two calls of epx_moe_quantise_weights() make them of
- * gate_up_weight and down_weight. They are made once for each step of the optimizer, from masters in FLOAT32, FLOAT16 or
- * BFLOAT16. A forward looks at the first four, a backward at the others. That of a block with `recompute` looks at
- * gate_up_codes, too. */
+/** Weights of this rank's experts, gate and up stacked, as epx_moe_quantise_params() makes them of gate_up_weight and
+ * down_weight. They are made once for each step of the optimizer, from masters in FLOAT32, FLOAT16 or
+ * BFLOAT16. A forward looks at the first four, a backward at the others. That of a block with `recompute` looks at the
+ * first two, too. */
 typedef struct epx_moe_fp8_params {
   size_t struct_size;
   const epx_tensor* gate_up_codes;             /**< [E_l, 2F, H] FLOAT8_E4M3, as all codes */
@@ -612,6 +612,22 @@ typedef struct epx_moe_fp8_params {
   const epx_tensor* down_transposed_codes;     /**< [E_l, F, H] */
   const epx_tensor* down_transposed_scales;    /**< [E_l, F / 128, H / 128] */
 } epx_moe_fp8_params;
+
+/** Arguments of epx_moe_quantise_params(). */
+typedef struct epx_moe_quantise_params_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  const epx_row_format* format;     /**< [in] as of epx_moe_quantise_weights */
+  const epx_tensor* gate_up_weight; /**< [in] [E_l, 2F, H] (gate, then up) FLOAT32, FLOAT16 or BFLOAT16 */
+  const epx_tensor* down_weight;    /**< [in] [E_l, H, F] likewise; the two dtypes may differ */
+  /** [out] Tensors that are NULL are not wanted: codes and their scales are given both or neither, and of each weight one
+   * orientation at least is. */
+  const epx_moe_fp8_params* fp8_params;
+} epx_moe_quantise_params_args;
+
+/** What two calls of epx_moe_quantise_weights() write, in one. On CUDA weights and codes are aligned to 16 bytes.
+ * epx_moe_ffn_fp8() wants that of the scales, too. */
+EPX_API epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args);
 
 /** Arguments of epx_moe_ffn_fp8(). */
 typedef struct epx_moe_ffn_fp8_args {

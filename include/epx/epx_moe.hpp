@@ -257,15 +257,16 @@ struct FfnBwdArgs {
 
 // An epx_moe_fp8_params that holds its tensors. A forward needs the first four, a backward the others; that of a block with
 // `recompute` the first two as well.
-struct Fp8Params {
-  ConstTensor gate_up_codes = {};
-  ConstTensor gate_up_scales = {};
-  ConstTensor down_codes = {};
-  ConstTensor down_scales = {};
-  ConstTensor gate_up_transposed_codes = {};
-  ConstTensor gate_up_transposed_scales = {};
-  ConstTensor down_transposed_codes = {};
-  ConstTensor down_transposed_scales = {};
+template <typename TensorType>
+struct Fp8Tensors {
+  TensorType gate_up_codes = {};
+  TensorType gate_up_scales = {};
+  TensorType down_codes = {};
+  TensorType down_scales = {};
+  TensorType gate_up_transposed_codes = {};
+  TensorType gate_up_transposed_scales = {};
+  TensorType down_transposed_codes = {};
+  TensorType down_transposed_scales = {};
 
   // Points to the tensors here.
   epx_moe_fp8_params c_params() const noexcept {
@@ -279,6 +280,22 @@ struct Fp8Params {
             down_transposed_codes.get(),
             down_transposed_scales.get()};
   }
+
+  // For the calls that read what quantise_params() has written.
+  operator Fp8Tensors<ConstTensor>() const noexcept requires(std::is_same_v<TensorType, Tensor>) {
+    return {gate_up_codes,         gate_up_scales,           down_codes,
+            down_scales,           gate_up_transposed_codes, gate_up_transposed_scales,
+            down_transposed_codes, down_transposed_scales};
+  }
+};
+using Fp8Params = Fp8Tensors<ConstTensor>;
+
+struct QuantiseParamsArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  RowFormat format = {}; // scaling and amax_floor
+  ConstTensor gate_up_weight = {};
+  ConstTensor down_weight = {};
+  Fp8Tensors<Tensor> fp8_params = {}; // those that are not wanted are left out
 };
 
 struct FfnFp8Args {
@@ -658,6 +675,17 @@ inline void quantise_weights(const QuantiseWeightsArgs& args) {
   call.transposed_codes = args.transposed_codes.get();
   call.transposed_scales = args.transposed_scales.get();
   require_success(epx_moe_quantise_weights(&call), "epx_moe_quantise_weights");
+}
+
+inline void quantise_params(const QuantiseParamsArgs& args) {
+  const epx_row_format format = args.format.get();
+  const epx_moe_fp8_params made = args.fp8_params.c_params();
+  auto call = detail::c_args<epx_moe_quantise_params_args>(args);
+  if (args.format) call.format = &format;
+  call.gate_up_weight = args.gate_up_weight.get();
+  call.down_weight = args.down_weight.get();
+  call.fp8_params = &made;
+  require_success(epx_moe_quantise_params(&call), "epx_moe_quantise_params");
 }
 
 inline void ffn(const epx_moe_ffn_config& config, const FfnArgs& args) {

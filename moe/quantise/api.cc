@@ -42,6 +42,14 @@ Dim require_inner(const epx_tensor* pre_act) {
   return {"F", inner};
 }
 
+constexpr std::initializer_list<epx_dtype> kMasters = {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16};
+
+void run(Place place, const epx_moe_cuda* cuda, std::initializer_list<CheckedWeights> all) {
+  if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*cuda, all); });
+  for (const CheckedWeights& weights : all)
+    quantise(weights.quantise);
+}
+
 } // namespace
 
 epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args) {
@@ -132,36 +140,45 @@ epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_b
 epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
   return at_c_boundary(__func__, [&] {
     const Place place = require_args(args);
-    QuantiseWeights call{};
-    call.format = require_block_format(args->format);
-    if (args->format->scale_layout != EPX_SCALES_ROWS)
-      fail(EPX_ERROR_INVALID_ARGUMENT,
-           "format.scale_layout is {}; the scales of weights have no layouts, so it must be EPX_SCALES_ROWS (0)",
-           static_cast<int>(args->format->scale_layout));
-    require_tensor(args->weights, "weights", {EPX_FLOAT32, EPX_FLOAT16, EPX_BFLOAT16},
-                   {{"E_l", kAnySize}, {"R", kAnySize}, {"C", kAnySize}});
-    call.dtype = args->weights->dtype;
-    call.weights = args->weights->data;
-    call.num_matrices = args->weights->sizes[0];
-    call.num_rows = require_blocks(*args->weights, 1, "weights", "R");
-    call.num_columns = require_blocks(*args->weights, 2, "weights", "C");
-    require_wanted(args->codes, "codes", args->transposed_codes, "transposed_codes");
-    require_both_or_neither(args->codes, "codes", args->scales, "scales");
-    require_both_or_neither(args->transposed_codes, "transposed_codes", args->transposed_scales, "transposed_scales");
-    const Dim matrices{"E_l", call.num_matrices};
-    const Dim rows{"R", call.num_rows};
-    const Dim columns{"C", call.num_columns};
-    const Dim row_blocks{"R / 128", call.num_rows / kQuantiseBlock};
-    const Dim column_blocks{"C / 128", call.num_columns / kQuantiseBlock};
-    allow_tensor(args->codes, "codes", {EPX_FLOAT8_E4M3}, {matrices, rows, columns});
-    allow_tensor(args->scales, "scales", {EPX_FLOAT32}, {matrices, row_blocks, column_blocks});
-    allow_tensor(args->transposed_codes, "transposed_codes", {EPX_FLOAT8_E4M3}, {matrices, columns, rows});
-    allow_tensor(args->transposed_scales, "transposed_scales", {EPX_FLOAT32}, {matrices, column_blocks, row_blocks});
-    call.codes = data_of<uint8_t>(args->codes);
-    call.scales = data_of<float>(args->scales);
-    call.transposed_codes = data_of<uint8_t>(args->transposed_codes);
-    call.transposed_scales = data_of<float>(args->transposed_scales);
-    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, call); });
-    quantise(call);
+    const WireFormat format = require_weights_format(args->format);
+    require_tensor(args->weights, "weights", kMasters, {{"E_l", kAnySize}, {"R", kAnySize}, {"C", kAnySize}});
+    const CheckedWeights weights =
+        require_weights({{args->weights, "weights"},
+                         {args->codes, "codes"},
+                         {args->scales, "scales"},
+                         {args->transposed_codes, "transposed_codes"},
+                         {args->transposed_scales, "transposed_scales"}},
+                        format, {"E_l", args->weights->sizes[0]}, {"R", require_blocks(*args->weights, 1, "weights", "R")},
+                        {"C", require_blocks(*args->weights, 2, "weights", "C")});
+    run(place, args->cuda, {weights});
+  });
+}
+
+epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args) {
+  return at_c_boundary(__func__, [&] {
+    const Place place = require_args(args);
+    const WireFormat format = require_weights_format(args->format);
+    require_tensor(args->down_weight, "down_weight", kMasters, {{"E_l", kAnySize}, {"H", kAnySize}, {"F", kAnySize}});
+    const Dim experts{"E_l", args->down_weight->sizes[0]};
+    const Dim hidden{"H", require_blocks(*args->down_weight, 1, "down_weight", "H")};
+    const Dim inner{"F", require_blocks(*args->down_weight, 2, "down_weight", "F")};
+    const Dim stacked{"2F", 2 * inner.size};
+    require_tensor(args->gate_up_weight, "gate_up_weight", kMasters, {experts, stacked, hidden});
+    require_struct(args->fp8_params, "fp8_params");
+    const epx_moe_fp8_params& made = *args->fp8_params;
+    const CheckedWeights gate_up =
+        require_weights({{args->gate_up_weight, "gate_up_weight"},
+                         {made.gate_up_codes, "fp8_params.gate_up_codes"},
+                         {made.gate_up_scales, "fp8_params.gate_up_scales"},
+                         {made.gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
+                         {made.gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"}},
+                        format, experts, stacked, hidden);
+    const CheckedWeights down = require_weights({{args->down_weight, "down_weight"},
+                                                 {made.down_codes, "fp8_params.down_codes"},
+                                                 {made.down_scales, "fp8_params.down_scales"},
+                                                 {made.down_transposed_codes, "fp8_params.down_transposed_codes"},
+                                                 {made.down_transposed_scales, "fp8_params.down_transposed_scales"}},
+                                                format, experts, hidden, inner);
+    run(place, args->cuda, {gate_up, down});
   });
 }

@@ -3,6 +3,8 @@
 
 #include <limits>
 
+#include <fmt/format.h>
+
 #include "base/dtypes.h"
 #include "moe/ffn/ffn.h"
 #include "runtime/formats/format_arguments.h"
@@ -25,6 +27,10 @@ int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, con
     fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} = {}; it must be a multiple of {}, and not 0", name, symbol, size,
          kQuantiseBlock);
   return size;
+}
+
+Blocks blocks_of(Dim dim) {
+  return {fmt::format("{} / {}", dim.symbol, kQuantiseBlock), dim.size / kQuantiseBlock};
 }
 
 void require_wanted(const epx_tensor* codes, const char* name, const epx_tensor* others, const char* others_name) {
@@ -66,6 +72,42 @@ RowZones require_row_zones(const epx_tensor* counts, const epx_tensor* offsets, 
 
 void validate(const RowZones& zones) {
   if (zones.are_given) validate(Zones{zones.counts, zones.offsets}, zones.num_zones, zones.num_rows);
+}
+
+WireFormat require_weights_format(const epx_row_format* format) {
+  const WireFormat wire = require_block_format(format);
+  if (format->scale_layout != EPX_SCALES_ROWS)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "format.scale_layout is {}; the scales of weights have no layouts, so it must be EPX_SCALES_ROWS (0)",
+         static_cast<int>(format->scale_layout));
+  return wire;
+}
+
+CheckedWeights require_weights(const WeightTensors& tensors, const WireFormat& format, Dim matrices, Dim rows,
+                               Dim columns) {
+  const auto& [weights, codes, scales, transposed_codes, transposed_scales] = tensors;
+  require_wanted(codes.tensor, codes.name, transposed_codes.tensor, transposed_codes.name);
+  require_both_or_neither(codes.tensor, codes.name, scales.tensor, scales.name);
+  require_both_or_neither(transposed_codes.tensor, transposed_codes.name, transposed_scales.tensor, transposed_scales.name);
+  const Blocks row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
+  const auto allow = [&](const NamedTensor& output, epx_dtype dtype, Dim first, Dim second) {
+    allow_tensor(output.tensor, output.name, {dtype}, {matrices, first, second});
+  };
+  allow(codes, EPX_FLOAT8_E4M3, rows, columns);
+  allow(scales, EPX_FLOAT32, row_blocks.dim(), column_blocks.dim());
+  allow(transposed_codes, EPX_FLOAT8_E4M3, columns, rows);
+  allow(transposed_scales, EPX_FLOAT32, column_blocks.dim(), row_blocks.dim());
+  return {tensors,
+          {.format = format,
+           .dtype = weights.tensor->dtype,
+           .weights = weights.tensor->data,
+           .num_matrices = matrices.size,
+           .num_rows = rows.size,
+           .num_columns = columns.size,
+           .codes = data_of<uint8_t>(codes.tensor),
+           .scales = data_of<float>(scales.tensor),
+           .transposed_codes = data_of<uint8_t>(transposed_codes.tensor),
+           .transposed_scales = data_of<float>(transposed_scales.tensor)}};
 }
 
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones,

@@ -4,9 +4,12 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 #include "epx/epx_moe.h"
+#include "moe/cuda/cuda_call.h"
 #include "moe/quantise/matrix.h"
+#include "moe/quantise/weights.h"
 #include "moe/tensors.h"
 #include "runtime/formats/row_format.h"
 
@@ -17,6 +20,15 @@ WireFormat require_block_format(const epx_row_format* format);
 
 // Returns the size of a dimension that blocks cover.
 int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol);
+
+// How many blocks a dimension has, for the shape of scales.
+struct Blocks {
+  std::string symbol; // "F / 128"
+  int64_t size;
+
+  Dim dim() const { return {symbol.c_str(), size}; } // valid as long as this object lives
+};
+Blocks blocks_of(Dim dim);
 
 // Throws when neither output is wanted.
 void require_wanted(const epx_tensor* codes, const char* name, const epx_tensor* others, const char* others_name);
@@ -46,6 +58,21 @@ struct ColumnTensors {
   const epx_tensor* scales;
   const char* scales_name;
 };
+// Weights and the outputs of a call that quantises them, which may be NULL. The names are those of the call's args.
+struct WeightTensors {
+  NamedTensor weights;
+  NamedTensor codes, scales;
+  NamedTensor transposed_codes, transposed_scales;
+};
+// They are checked.
+struct CheckedWeights {
+  WeightTensors tensors;
+  QuantiseWeights quantise;
+};
+WireFormat require_weights_format(const epx_row_format* format);
+// `weights` have been checked, and have these dimensions.
+CheckedWeights require_weights(const WeightTensors& tensors, const WireFormat& format, Dim matrices, Dim rows, Dim columns);
+
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 

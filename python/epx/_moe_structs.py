@@ -91,17 +91,15 @@ class Fp8Params(ctypes.Structure):
     _fields_ = [("struct_size", c_size_t)] + [(name, POINTER(Tensor)) for name in FP8_PARAMS]
 
 
-class QuantiseWeightsArgs(ctypes.Structure):
-    _c_name_ = "epx_moe_quantise_weights_args"
+class QuantiseParamsArgs(ctypes.Structure):
+    _c_name_ = "epx_moe_quantise_params_args"
     _fields_ = [
         ("struct_size", c_size_t),
         ("cuda", c_void_p),
         ("format", POINTER(RowFormat)),
-        ("weights", POINTER(Tensor)),
-        ("codes", POINTER(Tensor)),
-        ("scales", POINTER(Tensor)),
-        ("transposed_codes", POINTER(Tensor)),
-        ("transposed_scales", POINTER(Tensor)),
+        ("gate_up_weight", POINTER(Tensor)),
+        ("down_weight", POINTER(Tensor)),
+        ("fp8_params", POINTER(Fp8Params)),
     ]
 
 
@@ -193,7 +191,7 @@ STRUCTS = [
     FfnConfig,
     FfnParams,
     Fp8Params,
-    QuantiseWeightsArgs,
+    QuantiseParamsArgs,
     BlockConfig,
     ArenaConfig,
     ArenaInfo,
@@ -217,4 +215,4 @@ epx_moe_block_destroy = _declare(libepx_moe, "epx_moe_block_destroy", c_int32, B
 epx_moe_block_destroy_local = _declare(libepx_moe, "epx_moe_block_destroy_local", None, BLOCK)
 epx_moe_block_fwd = _declare(libepx_moe, "epx_moe_block_fwd", c_int32, BLOCK, POINTER(BlockFwdArgs))
 epx_moe_block_bwd = _declare(libepx_moe, "epx_moe_block_bwd", c_int32, BLOCK, POINTER(BlockBwdArgs))
-epx_moe_quantise_weights = _declare(libepx_moe, "epx_moe_quantise_weights", c_int32, POINTER(QuantiseWeightsArgs))
+epx_moe_quantise_params = _declare(libepx_moe, "epx_moe_quantise_params", c_int32, POINTER(QuantiseParamsArgs))

@@ -126,7 +126,7 @@ def _weights(params):
     given = {name: array for name, array in params.items() if array is not None}
     if given.keys() != set(_WEIGHTS):
         refuse(f"params has {', '.join(map(repr, given)) or 'no arrays'}; experts in FP8 have {' and '.join(_WEIGHTS)}")
-    dtypes = numpy.dtype(numpy.float32), dtype_of("bfloat16")
+    dtypes = numpy.dtype(numpy.float32), numpy.dtype(numpy.float16), dtype_of("bfloat16")
     for name in _WEIGHTS:
         tensor(f"params[{name!r}]", given[name], (None, None, None), dtypes)
     local, stacked, hidden = given["gate_up_weight"].shape
@@ -139,45 +139,40 @@ def _weights(params):
     return [given[name] for name in _WEIGHTS]
 
 
-def _quantise_weights(row_format, weights):
-    """The codes and scales of weights [E_l, R, C], and those of their transposes, as a dict by name."""
-    local, rows, columns = weights.shape
-    codes, scales = dtype_of("float8_e4m3fn"), numpy.float32
-    row_blocks, column_blocks = rows // _FP8_BLOCK, columns // _FP8_BLOCK
-    made = {
-        "codes": numpy.empty((local, rows, columns), codes),
-        "scales": numpy.empty((local, row_blocks, column_blocks), scales),
-        "transposed_codes": numpy.empty((local, columns, rows), codes),
-        "transposed_scales": numpy.empty((local, column_blocks, row_blocks), scales),
-    }
-    args = _moe_structs.QuantiseWeightsArgs(
-        struct_size=ctypes.sizeof(_moe_structs.QuantiseWeightsArgs),
-        format=ctypes.pointer(row_format),
-        weights=ctypes.pointer(tensor("weights", weights)),
-        **{name: ctypes.pointer(output(name, array)) for name, array in made.items()},
-    )
-    raise_if_failed(_moe_structs.epx_moe_quantise_weights(args))
-    return made
-
-
 def quantise_params(params) -> dict[str, numpy.ndarray]:
     """What a Block with a recipe in FP8 takes as its params. It is called once for each step of the optimizer, which keeps the
     weights themselves: forwards and backwards of the step share what it returns.
 
-    params: a dict of gate_up_weight [E_l, 2F, H] and down_weight [E_l, H, F], float32 or bfloat16 (of the package ml_dtypes). H
-    and F are multiples of 128.
+    params: a dict of gate_up_weight [E_l, 2F, H] and down_weight [E_l, H, F], float32, float16 or bfloat16 (of the package
+    ml_dtypes). H and F are multiples of 128.
     Returns a dict by the names of epx_moe_fp8_params. For gate_up it has gate_up_codes [E_l, 2F, H] float8_e4m3fn (of ml_dtypes)
     and gate_up_scales [E_l, 2F / 128, H / 128] float32, one for each 128 x 128 weights; gate_up_transposed_codes [E_l, H, 2F] and
     gate_up_transposed_scales [E_l, H / 128, 2F / 128] are the same transposed. down_... are those of down_weight. A forward looks
     at the arrays without "transposed", a backward at the others, and with recompute at all. Raises InvalidArgumentError for
     other names, shapes and dtypes, and without ml_dtypes.
     """
-    row_format = RowFormat("block128").to_c()
+    gate_up, down = _weights(params)
+    local, stacked, hidden = gate_up.shape
+    ffn = down.shape[2]
+    shapes = {
+        "gate_up": (stacked, hidden),
+        "down": (hidden, ffn),
+        "gate_up_transposed": (hidden, stacked),
+        "down_transposed": (ffn, hidden),
+    }
     made = {}
-    for name, weights in zip(("gate_up", "down"), _weights(params)):
-        for part, array in _quantise_weights(row_format, weights).items():
-            made[f"{name}_{part}"] = array
-    return {name: made[name] for name in FP8_PARAMS}
+    for name, (rows, columns) in shapes.items():
+        made[f"{name}_codes"] = numpy.empty((local, rows, columns), dtype_of("float8_e4m3fn"))
+        made[f"{name}_scales"] = numpy.empty((local, rows // _FP8_BLOCK, columns // _FP8_BLOCK), numpy.float32)
+    args = _moe_structs.QuantiseParamsArgs(
+        struct_size=ctypes.sizeof(_moe_structs.QuantiseParamsArgs),
+        format=ctypes.pointer(RowFormat("block128").to_c()),
+        gate_up_weight=ctypes.pointer(tensor("params['gate_up_weight']", gate_up)),
+        down_weight=ctypes.pointer(tensor("params['down_weight']", down)),
+        fp8_params=ctypes.pointer(_Params(made, "params", Fp8Params, view=output).struct),
+    )
+    raise_if_failed(_moe_structs.epx_moe_quantise_params(args))
+    return made
 
 
 class Block(Unique):

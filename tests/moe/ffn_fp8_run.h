@@ -55,35 +55,26 @@ struct Fp8Params {
   }
 };
 
-inline void quantise_weights(const Tensor<float>& weights, Tensor<E4m3>& codes, Tensor<float>& scales,
-                             Tensor<E4m3>& transposed_codes, Tensor<float>& transposed_scales) {
-  const int64_t experts = weights.size(0), rows = weights.size(1), columns = weights.size(2);
-  codes = Tensor<E4m3>({experts, rows, columns});
-  scales = Tensor<float>({experts, rows / 128, columns / 128});
-  transposed_codes = Tensor<E4m3>({experts, columns, rows});
-  transposed_scales = Tensor<float>({experts, columns / 128, rows / 128});
-  epx_row_format format;
-  require_ok(epx_row_format_init(&format, EPX_SCALING_BLOCK128), "epx_row_format_init");
-  epx_moe_quantise_weights_args args = {};
-  args.struct_size = sizeof(args);
-  args.cuda = place_of_call();
-  args.format = &format;
-  args.weights = weights.get();
-  args.codes = codes.get();
-  args.scales = scales.get();
-  args.transposed_codes = transposed_codes.get();
-  args.transposed_scales = transposed_scales.get();
-  require_ok(epx_moe_quantise_weights(&args), "epx_moe_quantise_weights");
-  finish_call();
-}
-
 // Quantises stacked weights.
 inline Fp8Params quantised_params(const FfnParams<float>& params) {
-  Fp8Params fp8;
-  quantise_weights(*params.gate_up_weight, fp8.gate_up_codes, fp8.gate_up_scales, fp8.gate_up_transposed_codes,
-                   fp8.gate_up_transposed_scales);
-  quantise_weights(*params.down_weight, fp8.down_codes, fp8.down_scales, fp8.down_transposed_codes,
-                   fp8.down_transposed_scales);
+  const Tensor<float>&gate_up = *params.gate_up_weight, &down = *params.down_weight;
+  const int64_t experts = down.size(0), hidden = down.size(1), ffn = down.size(2), stacked = 2 * ffn;
+  const auto codes = [&](int64_t rows, int64_t columns) { return scribbled<E4m3>({experts, rows, columns}); };
+  const auto scales = [&](int64_t rows, int64_t columns) { return scribbled<float>({experts, rows / 128, columns / 128}); };
+  Fp8Params fp8 = {.gate_up_codes = codes(stacked, hidden),
+                   .down_codes = codes(hidden, ffn),
+                   .gate_up_transposed_codes = codes(hidden, stacked),
+                   .down_transposed_codes = codes(ffn, hidden),
+                   .gate_up_scales = scales(stacked, hidden),
+                   .down_scales = scales(hidden, ffn),
+                   .gate_up_transposed_scales = scales(hidden, stacked),
+                   .down_transposed_scales = scales(ffn, hidden)};
+  epx_row_format format;
+  require_ok(epx_row_format_init(&format, EPX_SCALING_BLOCK128), "epx_row_format_init");
+  const epx_moe_fp8_params view = fp8.view();
+  const epx_moe_quantise_params_args args = {sizeof(args), place_of_call(), &format, gate_up.get(), down.get(), &view};
+  require_ok(epx_moe_quantise_params(&args), "epx_moe_quantise_params");
+  finish_call();
   return fp8;
 }
 

@@ -167,6 +167,28 @@ TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused")
   CHECK(weights_fault(&epx_moe_quantise_weights_args::weights, "weights") == "");
   CHECK(weights_fault(&epx_moe_quantise_weights_args::codes, "codes") == "");
   CHECK(weights_fault(&epx_moe_quantise_weights_args::transposed_codes, "transposed_codes") == "");
+
+  const Tensor<float> stacked({1, 256, 128}), down({1, 128, 128});
+  const QuantisedWeights of_stacked(1, 256, 128), of_down(1, 128, 128);
+  const epx_tensor stacked_codes = view_as(of_stacked.codes, EPX_FLOAT8_E4M3, {1, 256, 128});
+  const epx_tensor down_transposed = view_as(of_down.transposed_codes, EPX_FLOAT8_E4M3, {1, 128, 128});
+  epx_moe_fp8_params made = {};
+  made.struct_size = sizeof(made);
+  made.gate_up_codes = &stacked_codes;
+  made.gate_up_scales = of_stacked.scales.get();
+  made.down_transposed_codes = &down_transposed;
+  made.down_transposed_scales = of_down.transposed_scales.get();
+  const epx_moe_quantise_params_args good_params = {sizeof(good_params), place_of_call(), &row_format,
+                                                    stacked.get(),       down.get(),      &made};
+  require_ok(epx_moe_quantise_params(&good_params), "epx_moe_quantise_params");
+  finish_call();
+  const epx_tensor moved_weight = shifted(*down.get()), moved_codes = shifted(down_transposed);
+  epx_moe_quantise_params_args params = good_params;
+  params.down_weight = &moved_weight;
+  CHECK(not_refused(epx_moe_quantise_params(&params), {"down_weight is at", "aligned to 16 bytes"}) == "");
+  params = good_params;
+  made.down_transposed_codes = &moved_codes;
+  CHECK(not_refused(epx_moe_quantise_params(&params), {"fp8_params.down_transposed_codes is at", "aligned"}) == "");
 }
 
 } // namespace

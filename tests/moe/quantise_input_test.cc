@@ -20,7 +20,23 @@ struct Bytes : Argument<uint8_t> {
   Bytes(epx_dtype of, Tensor<uint8_t> tensor) : Argument(std::move(tensor)) { dtype = of; }
 };
 
-// These calls with N = 5, H = 256, E_l = 2, R = 128, C = 256 are good. A case spoils one argument.
+struct WeightOutputs {
+  WeightOutputs(int64_t e, int64_t r, int64_t c)
+      : codes(EPX_FLOAT8_E4M3, scribbled<uint8_t>({e, r, c})), scales(scribbled<float>({e, r / 128, c / 128})),
+        transposed_codes(EPX_FLOAT8_E4M3, scribbled<uint8_t>({e, c, r})),
+        transposed_scales(scribbled<float>({e, c / 128, r / 128})) {}
+
+  bool is_written() const {
+    return codes.is_written() || scales.is_written() || transposed_codes.is_written() || transposed_scales.is_written();
+  }
+
+  Bytes codes;
+  Argument<float> scales;
+  Bytes transposed_codes;
+  Argument<float> transposed_scales;
+};
+
+// These calls with N = 5, H = 256, F = 128, E_l = 2, R = 128, C = 256 are good. A case spoils one argument.
 struct QuantiseCalls {
   epx_row_format format = format_of(EPX_SCALING_BLOCK128);
   Argument<float> rows = Tensor<float>({5, 256}, 1.0f);
@@ -37,6 +53,8 @@ struct QuantiseCalls {
   Argument<float> block_scales = scribbled<float>({2, 1, 2});
   Bytes transposed_codes = {EPX_FLOAT8_E4M3, scribbled<uint8_t>({2, 256, 128})};
   Argument<float> transposed_scales = scribbled<float>({2, 2, 1});
+  Argument<float> gate_up = Tensor<float>({2, 256, 256}, 1.0f), down = Tensor<float>({2, 256, 128}, 1.0f);
+  WeightOutputs gate_up_made = {2, 256, 256}, down_made = {2, 256, 128};
 
   epx_moe_quantise_rows_args wide = {sizeof(wide), nullptr,  &format,    &rows,       nullptr,       EPX_SCALES_ROWS, 0,
                                      &counts,      &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
@@ -44,10 +62,22 @@ struct QuantiseCalls {
                                     &counts,     &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
   epx_moe_quantise_weights_args weights = {sizeof(weights), nullptr,       &format,           &matrices,
                                            &codes,          &block_scales, &transposed_codes, &transposed_scales};
+  epx_moe_fp8_params made = {sizeof(made),
+                             &gate_up_made.codes,
+                             &gate_up_made.scales,
+                             &down_made.codes,
+                             &down_made.scales,
+                             &gate_up_made.transposed_codes,
+                             &gate_up_made.transposed_scales,
+                             &down_made.transposed_codes,
+                             &down_made.transposed_scales};
+  epx_moe_quantise_params_args params = {sizeof(params), nullptr, &format, &gate_up, &down, &made};
 
-  QuantiseCalls() { wide.cuda = fp8.cuda = weights.cuda = place_of_call(); }
+  QuantiseCalls() { set_cuda(place_of_call()); }
   QuantiseCalls(const QuantiseCalls&) = delete;
   QuantiseCalls& operator=(const QuantiseCalls&) = delete;
+
+  void set_cuda(const epx_moe_cuda* cuda) { wide.cuda = fp8.cuda = weights.cuda = params.cuda = cuda; }
 
   std::string changed_output() const {
     if (row_codes.is_written()) return "row_codes were written";
@@ -58,6 +88,7 @@ struct QuantiseCalls {
     if (block_scales.is_written()) return "scales were written";
     if (transposed_codes.is_written()) return "transposed_codes were written";
     if (transposed_scales.is_written()) return "transposed_scales were written";
+    if (gate_up_made.is_written() || down_made.is_written()) return "fp8_params were written";
     return "";
   }
 };
@@ -68,11 +99,12 @@ struct Op {
   static epx_status wide(C& calls) { return epx_moe_quantise_rows(&calls.wide); }
   static epx_status fp8(C& calls) { return epx_moe_quantise_rows(&calls.fp8); }
   static epx_status weights(C& calls) { return epx_moe_quantise_weights(&calls.weights); }
+  static epx_status params(C& calls) { return epx_moe_quantise_params(&calls.params); }
 };
 
 TEST_CASE("good calls of the quantisers are not refused") {
   QuantiseCalls calls;
-  for (const auto op : {Op::wide, Op::fp8, Op::weights})
+  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params})
     require_ok(op(calls), "the call");
   finish_call();
 }
@@ -80,9 +112,9 @@ TEST_CASE("good calls of the quantisers are not refused") {
 TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
-  for (const auto op : {Op::wide, Op::fp8, Op::weights}) {
+  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params}) {
     QuantiseCalls calls;
-    calls.wide.cuda = calls.fp8.cuda = calls.weights.cuda = &cuda;
+    calls.set_cuda(&cuda);
     CHECK(not_refused_without_gpu(op(calls)) == "");
     CHECK(calls.changed_output() == "");
   }
@@ -90,9 +122,9 @@ TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
 
 TEST_CASE("a bad format of a quantiser is refused") {
   static const epx_tensor some = {};
-  for (const auto op : {Op::wide, Op::weights})
+  for (const auto op : {Op::wide, Op::weights, Op::params})
     check_refused<C>({
-        {op, [](C& c) { c.wide.format = c.weights.format = nullptr; }, {"format", "NULL"}},
+        {op, [](C& c) { c.wide.format = c.weights.format = c.params.format = nullptr; }, {"format", "NULL"}},
         {op, [](C& c) { c.format.struct_size = 5; }, {"struct_size", "5"}},
         {op, [](C& c) { c.format.scaling = EPX_SCALING_NONE; }, {"scaling", "none"}},
         {op, [](C& c) { c.format = format_of(EPX_SCALING_MX); }, {"format.scaling is mx", "block128 or block128_pow2"}},
@@ -229,6 +261,46 @@ TEST_CASE("bad arguments of epx_moe_quantise_weights are refused") {
       {Op::weights, [](C& c) { c.transposed_scales.dtype = EPX_FLOAT64; }, {"transposed_scales", "float64"}},
   });
   CHECK(not_refused(epx_moe_quantise_weights(nullptr), {"args", "NULL"}) == "");
+}
+
+TEST_CASE("bad arguments of epx_moe_quantise_params are refused") {
+  check_refused<C>({
+      {Op::params, [](C& c) { c.params.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::params, [](C& c) { c.params.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
+      {Op::params, [](C& c) { c.format.scale_layout = EPX_SCALES_TILES; }, {"format.scale_layout is 3", "weights"}},
+      {Op::params, [](C& c) { c.params.gate_up_weight = nullptr; }, {"gate_up_weight", "NULL"}},
+      {Op::params, [](C& c) { c.params.down_weight = nullptr; }, {"down_weight", "NULL"}},
+      {Op::params, [](C& c) { c.gate_up.dtype = EPX_FLOAT64; }, {"gate_up_weight", "float64", "float16"}},
+      {Op::params, [](C& c) { c.down.dtype = EPX_FLOAT8_E4M3; }, {"down_weight", "float8_e4m3", "bfloat16"}},
+      {Op::params, [](C& c) { c.down.sizes[1] = 192; }, {"down_weight has H = 192", "multiple of 128"}},
+      {Op::params, [](C& c) { c.down.sizes[2] = 0; }, {"down_weight has F = 0", "not 0"}},
+      {Op::params, [](C& c) { c.gate_up.sizes[0] = 3; }, {"gate_up_weight", "3", "E_l = 2"}},
+      {Op::params, [](C& c) { c.gate_up.sizes[1] = 128; }, {"gate_up_weight", "128", "2F = 256"}},
+      {Op::params, [](C& c) { c.gate_up.sizes[2] = 128; }, {"gate_up_weight", "128", "H = 256"}},
+      {Op::params, [](C& c) { c.params.fp8_params = nullptr; }, {"fp8_params", "NULL"}},
+      {Op::params, [](C& c) { c.made.struct_size = 8; }, {"fp8_params.struct_size", "8"}},
+      {Op::params,
+       [](C& c) {
+         c.made.down_codes = c.made.down_scales = nullptr;
+         c.made.down_transposed_codes = c.made.down_transposed_scales = nullptr;
+       },
+       {"fp8_params.down_codes and fp8_params.down_transposed_codes are NULL"}},
+      {Op::params,
+       [](C& c) { c.made.gate_up_scales = nullptr; },
+       {"fp8_params.gate_up_codes is given", "fp8_params.gate_up_scales is NULL"}},
+      {Op::params,
+       [](C& c) { c.made.down_transposed_codes = nullptr; },
+       {"fp8_params.down_transposed_scales is given", "fp8_params.down_transposed_codes is NULL"}},
+      {Op::params, [](C& c) { c.down_made.codes.sizes[2] = 256; }, {"fp8_params.down_codes", "256", "F = 128"}},
+      {Op::params, [](C& c) { c.gate_up_made.scales.sizes[1] = 1; }, {"fp8_params.gate_up_scales", "1", "2F / 128 = 2"}},
+      {Op::params,
+       [](C& c) { c.gate_up_made.transposed_codes.dtype = EPX_UINT8; },
+       {"fp8_params.gate_up_transposed_codes", "uint8"}},
+      {Op::params,
+       [](C& c) { c.down_made.transposed_scales.dtype = EPX_FLOAT64; },
+       {"fp8_params.down_transposed_scales", "float64"}},
+  });
+  CHECK(not_refused(epx_moe_quantise_params(nullptr), {"args", "NULL"}) == "");
 }
 
 TEST_CASE("bad zones of a quantiser are refused on the host") {

@@ -193,6 +193,43 @@ TEST_CASE("random weights have the codes and scales of the oracle, in both orien
   }
 }
 
+TEST_CASE("one call quantises both weights of experts, into the tensors that are wanted") {
+  for (uint64_t seed = 0; seed < num_cases(20); ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x9a7));
+    QuantiseFormat how = random_format(rng);
+    how.layout = EPX_SCALES_ROWS;
+    const auto e = rng.pick<int64_t>({0, 1, 3}), hidden = rng.pick<int64_t>({128, 256}),
+               ffn = rng.pick<int64_t>({128, 384});
+    const auto orientation = rng.pick({Orientation::given, Orientation::transposed, Orientation::both});
+    const auto gate_up = random_rows<float>({e, 2 * ffn, hidden}, hidden * 64, rng);
+    const auto down = random_rows<Bfloat16>({e, hidden, ffn}, ffn * 64, rng);
+    QuantisedWeights of_gate_up(e, 2 * ffn, hidden), of_down(e, hidden, ffn);
+    const epx_tensor gate_up_codes = view_as(of_gate_up.codes, EPX_FLOAT8_E4M3, {e, 2 * ffn, hidden}),
+                     gate_up_transposed = view_as(of_gate_up.transposed_codes, EPX_FLOAT8_E4M3, {e, hidden, 2 * ffn}),
+                     down_codes = view_as(of_down.codes, EPX_FLOAT8_E4M3, {e, hidden, ffn}),
+                     down_transposed = view_as(of_down.transposed_codes, EPX_FLOAT8_E4M3, {e, ffn, hidden});
+    epx_moe_fp8_params made = {};
+    made.struct_size = sizeof(made);
+    if (orientation != Orientation::transposed) {
+      made.gate_up_codes = &gate_up_codes, made.gate_up_scales = of_gate_up.scales.get();
+      made.down_codes = &down_codes, made.down_scales = of_down.scales.get();
+    }
+    if (orientation != Orientation::given) {
+      made.gate_up_transposed_codes = &gate_up_transposed;
+      made.gate_up_transposed_scales = of_gate_up.transposed_scales.get();
+      made.down_transposed_codes = &down_transposed;
+      made.down_transposed_scales = of_down.transposed_scales.get();
+    }
+    const epx_row_format format = how.get();
+    const epx_moe_quantise_params_args args = {sizeof(args), place_of_call(), &format, gate_up.get(), down.get(), &made};
+    require_ok(epx_moe_quantise_params(&args), "epx_moe_quantise_params");
+    finish_call();
+    CHECK(of_gate_up.difference_to(expected_weights(how, gate_up, orientation)) == "");
+    CHECK(of_down.difference_to(expected_weights(how, down, orientation)) == "");
+  }
+}
+
 TEST_CASE("the transposed weights are the others transposed, and zeros have scale 1 without a floor") {
   Rng rng(307);
   auto weights = random_rows<float>({2, 256, 128}, 128, rng);

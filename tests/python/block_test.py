@@ -304,7 +304,7 @@ class Blocks(unittest.TestCase):
             "params has 'gate_up_weight'; experts in FP8 have": {**given, "down_weight": None},
             "params has 'gate_up_weight', 'down_weight', 'down_bias'; experts": {**given, "down_bias": given["down_weight"]},
             "params['gate_up_weight'] is list; this call takes numpy.ndarray": {**given, "gate_up_weight": []},
-            "params['gate_up_weight'] is float64; it must be float32 or bfloat16": {
+            "params['gate_up_weight'] is float64; it must be float32 or float16 or bfloat16": {
                 name: array.astype(numpy.float64) for name, array in given.items()
             },
             "params['down_weight'] has strides": {**given, "down_weight": transposed_down},

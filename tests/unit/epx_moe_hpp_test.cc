@@ -219,6 +219,7 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_quantise_swiglu_bwd", [&] { moe::quantise_swiglu_bwd({}); }},
            {"epx_moe_quantise_swiglu_bwd_workspace", [&] { static_cast<void>(moe::quantise_swiglu_bwd_workspace({})); }},
            {"epx_moe_quantise_weights", [&] { moe::quantise_weights({}); }},
+           {"epx_moe_quantise_params", [&] { moe::quantise_params({}); }},
            {"epx_moe_ffn", [&] { moe::ffn(ffn, {}); }},
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
            {"epx_moe_ffn_bwd", [&] { moe::ffn_bwd(ffn, {}); }},
@@ -489,6 +490,27 @@ TEST_CASE("epx_moe.hpp: rows and weights are quantised") {
   CHECK(transposed_scales == scales);
   CHECK(codes == std::vector<uint8_t>(kSize * kSize, 0x78));
   CHECK(transposed_codes == codes);
+
+  const std::vector<float> stacked(2 * kSize * kSize, 2.0F);
+  std::vector<uint8_t> stacked_codes(2 * kSize * kSize, 9);
+  std::vector<float> stacked_scales(2, 9.0F);
+  const moe::Fp8Tensors<epx::Tensor> made = {
+      .gate_up_codes = {stacked_codes.data(), EPX_FLOAT8_E4M3, {1, 2 * kSize, kSize}},
+      .gate_up_scales = {stacked_scales, {1, 2, 1}},
+      .down_transposed_codes = {codes.data(), EPX_FLOAT8_E4M3, {1, kSize, kSize}},
+      .down_transposed_scales = {scales, {1, 1, 1}}};
+  codes.assign(codes.size(), 9);
+  scales[0] = 9;
+  moe::quantise_params({.format = format,
+                        .gate_up_weight = {stacked, {1, 2 * kSize, kSize}},
+                        .down_weight = {matrix, {1, kSize, kSize}},
+                        .fp8_params = made});
+  CHECK(stacked_scales == std::vector<float>{0x1p-7F, 0x1p-7F});
+  CHECK(stacked_codes == std::vector<uint8_t>(2 * kSize * kSize, 0x78));
+  CHECK(scales == transposed_scales);
+  CHECK(codes == transposed_codes);
+  const moe::Fp8Params read = made;
+  CHECK(read.gate_up_codes.get()->data == stacked_codes.data());
 }
 
 TEST_CASE("epx_moe.hpp: SwiGLU is quantised, and its backward") {

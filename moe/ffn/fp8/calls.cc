@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <memory>
-#include <string>
 
 #include <fmt/format.h>
 
@@ -46,14 +45,10 @@ public:
   Fp8Weights read_weights(const char* params, const epx_tensor* codes, const epx_tensor* scales, const char* name, Dim n,
                           Dim k) const {
     const Dim experts{"E_l", shape_.num_experts};
-    const auto blocks_of = [](Dim dim, std::string& symbol) {
-      symbol = fmt::format("{} / 128", dim.symbol);
-      return Dim{symbol.c_str(), dim.size / kQuantiseBlock};
-    };
-    std::string n_symbol, k_symbol;
-    const Dim n_blocks = blocks_of(n, n_symbol), k_blocks = blocks_of(k, k_symbol);
+    const Blocks n_blocks = blocks_of(n), k_blocks = blocks_of(k);
     require_tensor(codes, fmt::format("{}.{}_codes", params, name).c_str(), kE4m3, {experts, n, k});
-    require_tensor(scales, fmt::format("{}.{}_scales", params, name).c_str(), kFloat, {experts, n_blocks, k_blocks});
+    require_tensor(scales, fmt::format("{}.{}_scales", params, name).c_str(), kFloat,
+                   {experts, n_blocks.dim(), k_blocks.dim()});
     return {data_of<const uint8_t>(codes), data_of<const float>(scales)};
   }
 

@@ -77,17 +77,17 @@ void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd qua
   call.require_launched(launch_quantise_swiglu_bwd(quantise, call.target()));
 }
 
-void enqueue(const epx_moe_quantise_weights_args& args, const QuantiseWeights& quantise) {
-  const CudaCall call(*args.cuda, EPX_MOE_OP_NONE, 0, // it reports no errors
-                      {{args.weights, "weights"},
-                       {args.codes, "codes"},
-                       {args.scales, "scales"},
-                       {args.transposed_codes, "transposed_codes"},
-                       {args.transposed_scales, "transposed_scales"}});
-  call.require_aligned(args.weights, "weights", kQuantiseAlignment);
-  call.require_aligned(args.codes, "codes", kQuantiseAlignment);
-  call.require_aligned(args.transposed_codes, "transposed_codes", kQuantiseAlignment);
-  call.require_launched(launch_quantise_weights(quantise, call.target()));
+void enqueue(const epx_moe_cuda& cuda, std::initializer_list<CheckedWeights> all) {
+  const CudaCall call(cuda, EPX_MOE_OP_NONE, 0, {}); // it reports no errors
+  for (const auto& [tensors, _] : all) {
+    const auto& [weights, codes, scales, transposed_codes, transposed_scales] = tensors;
+    for (const NamedTensor& named : {weights, codes, scales, transposed_codes, transposed_scales})
+      call.require_memory(named.tensor, named.name);
+    for (const NamedTensor& named : {weights, codes, transposed_codes})
+      call.require_aligned(named.tensor, named.name, kQuantiseAlignment);
+  }
+  for (const CheckedWeights& weights : all)
+    call.require_launched(launch_quantise_weights(weights.quantise, call.target()));
 }
 
 } // namespace epx::moe::cuda

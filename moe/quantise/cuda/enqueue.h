@@ -3,10 +3,12 @@
 // before they enqueue anything, and for their data, which the kernels look at.
 #pragma once
 
+#include <initializer_list>
+
 #include "epx/epx_moe.h"
+#include "moe/quantise/arguments.h"
 #include "moe/quantise/rows.h"
 #include "moe/quantise/swiglu.h"
-#include "moe/quantise/weights.h"
 
 namespace epx::moe::cuda {
 
@@ -14,6 +16,6 @@ void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantis
 void enqueue(const epx_moe_quantise_swiglu_args& args, const QuantiseSwiglu& quantise);
 // Leaves tile_sums to the workspace.
 void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd quantise);
-void enqueue(const epx_moe_quantise_weights_args& args, const QuantiseWeights& quantise);
+void enqueue(const epx_moe_cuda& cuda, std::initializer_list<CheckedWeights> all);
 
 } // namespace epx::moe::cuda

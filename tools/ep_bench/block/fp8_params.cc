@@ -3,45 +3,32 @@
 
 namespace epx::bench {
 
-BlockFp8Params::Weight::Weight(const ConstTensor& given, Memory& memory) : weights(given) {
-  constexpr int64_t kBlock = 128; // rows and columns that have a scale in common
-  const int64_t experts = given.size(0), rows = given.size(1), columns = given.size(2);
-  const auto take = [&](Buffer& buffer, epx_dtype dtype, int64_t r, int64_t c) {
-    buffer = Buffer::plain(memory, static_cast<size_t>(epx::row_bytes(dtype, experts * r * c)));
-    return Tensor(buffer.data(), dtype, {experts, r, c});
+BlockFp8Params::BlockFp8Params(const BlockData& data, Memory& memory) : calls_(memory) {
+  constexpr int64_t kBlock = 128; // rows and columns of a weight that have a scale in common
+  const ConstTensor gate_up = data.params().gate_up_weight, down = data.params().down_weight;
+  const int64_t experts = gate_up.size(0), stacked = gate_up.size(1), hidden = gate_up.size(2), ffn = down.size(2);
+  const auto take = [&](epx_dtype dtype, int64_t rows, int64_t columns) {
+    const int64_t bytes = epx::row_bytes(dtype, experts * rows * columns);
+    buffers_.push_back(Buffer::plain(memory, static_cast<size_t>(bytes)));
+    return Tensor(buffers_.back().data(), dtype, {experts, rows, columns});
   };
-  codes = take(code_bytes, EPX_FLOAT8_E4M3, rows, columns);
-  scales = take(scale_bytes, EPX_FLOAT32, rows / kBlock, columns / kBlock);
-  transposed_codes = take(transposed_code_bytes, EPX_FLOAT8_E4M3, columns, rows);
-  transposed_scales = take(transposed_scale_bytes, EPX_FLOAT32, columns / kBlock, rows / kBlock);
+  const auto codes = [&](int64_t rows, int64_t columns) { return take(EPX_FLOAT8_E4M3, rows, columns); };
+  const auto scales = [&](int64_t rows, int64_t columns) { return take(EPX_FLOAT32, rows / kBlock, columns / kBlock); };
+  args_ = {.format = RowFormat(EPX_SCALING_BLOCK128),
+           .gate_up_weight = gate_up,
+           .down_weight = down,
+           .fp8_params = {.gate_up_codes = codes(stacked, hidden),
+                          .gate_up_scales = scales(stacked, hidden),
+                          .down_codes = codes(hidden, ffn),
+                          .down_scales = scales(hidden, ffn),
+                          .gate_up_transposed_codes = codes(hidden, stacked),
+                          .gate_up_transposed_scales = scales(hidden, stacked),
+                          .down_transposed_codes = codes(ffn, hidden),
+                          .down_transposed_scales = scales(ffn, hidden)}};
 }
-
-moe::QuantiseWeightsArgs BlockFp8Params::Weight::args() const {
-  return {.format = RowFormat(EPX_SCALING_BLOCK128),
-          .weights = weights,
-          .codes = codes,
-          .scales = scales,
-          .transposed_codes = transposed_codes,
-          .transposed_scales = transposed_scales};
-}
-
-BlockFp8Params::BlockFp8Params(const BlockData& data, Memory& memory)
-    : calls_(memory), gate_up_(data.params().gate_up_weight, memory), down_(data.params().down_weight, memory) {}
 
 void BlockFp8Params::quantise() {
-  for (const Weight* const weight : {&gate_up_, &down_})
-    calls_.run(weight->args(), [](const auto& args) { moe::quantise_weights(args); });
-}
-
-moe::Fp8Params BlockFp8Params::params() const {
-  return {.gate_up_codes = gate_up_.codes,
-          .gate_up_scales = gate_up_.scales,
-          .down_codes = down_.codes,
-          .down_scales = down_.scales,
-          .gate_up_transposed_codes = gate_up_.transposed_codes,
-          .gate_up_transposed_scales = gate_up_.transposed_scales,
-          .down_transposed_codes = down_.transposed_codes,
-          .down_transposed_scales = down_.transposed_scales};
+  calls_.run(args_, [](const auto& args) { moe::quantise_params(args); });
 }
 
 } // namespace epx::bench

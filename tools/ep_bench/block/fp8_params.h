@@ -2,7 +2,7 @@
 // The experts' parameters in FP8, of a layer with a recipe.
 #pragma once
 
-#include <cstdint>
+#include <vector>
 
 #include "epx/epx_moe.hpp"
 #include "tools/ep_bench/block/data.h"
@@ -19,21 +19,12 @@ public:
   // What a trainer does once for each step of its optimizer.
   void quantise();
 
-  moe::Fp8Params params() const;
+  moe::Fp8Params params() const { return args_.fp8_params; }
 
 private:
-  // One weight [E_l, R, C] in both orientations.
-  struct Weight {
-    Weight(const ConstTensor& weights, Memory& memory);
-    moe::QuantiseWeightsArgs args() const;
-
-    ConstTensor weights;
-    Buffer code_bytes, scale_bytes, transposed_code_bytes, transposed_scale_bytes;
-    Tensor codes, scales, transposed_codes, transposed_scales;
-  };
-
   MoeCalls calls_;
-  Weight gate_up_, down_;
+  std::vector<Buffer> buffers_;
+  moe::QuantiseParamsArgs args_;
 };
 
 } // namespace epx::bench
