@@ -453,7 +453,8 @@ EPX_API epx_status epx_moe_ffn_bwd_workspace(const epx_moe_ffn_config* config, c
  *
  * Rows and weights to FLOAT8_E4M3, for products whose inner index has a scale for each 128 elements: the group "Row formats"
  * of epx.h defines scales, codes, and what becomes of elements that are not finite, with "column" or "block" in the place of
- * "row". The scaling is BLOCK128 or BLOCK128_POW2. A `format` says scaling and amax_floor; its tensors are NULL.
+ * "row". The scaling is BLOCK128 or BLOCK128_POW2; weights may be in MX and NV, too. A `format` says scaling, dtype and
+ * amax_floor; its tensors are NULL.
  *
  * The same numbers have the same codes and scales on the host and on CUDA. On CUDA rows, weights, pre_act, grad_h and codes are
  * aligned to 16 bytes. Only epx_moe_quantise_swiglu_bwd needs a workspace. H, F, R and C are multiples of 128 and not 0:
@@ -505,18 +506,29 @@ EPX_API epx_status epx_moe_quantise_rows(const epx_moe_quantise_rows_args* args)
 typedef struct epx_moe_quantise_weights_args {
   size_t struct_size;
   const epx_moe_cuda* cuda;
-  const epx_row_format* format;        /**< [in] scaling and amax_floor; scale_layout is EPX_SCALES_ROWS (0) */
-  const epx_tensor* weights;           /**< [in] [E_l, R, C] FLOAT32, FLOAT16 or BFLOAT16 */
-  const epx_tensor* codes;             /**< [out, optional] [E_l, R, C] FLOAT8_E4M3 */
-  const epx_tensor* scales;            /**< [out] Iff codes is given: [E_l, R / 128, C / 128] FLOAT32 */
-  const epx_tensor* transposed_codes;  /**< [out, optional] [E_l, C, R] FLOAT8_E4M3 */
-  const epx_tensor* transposed_scales; /**< [out] Iff transposed_codes is given: [E_l, C / 128, R / 128] FLOAT32 */
+  /** [in] scaling, dtype and amax_floor. scale_layout is EPX_SCALES_ROWS (0); with MX and NV it may be EPX_SCALES_TILES. */
+  const epx_row_format* format;
+  const epx_tensor* weights; /**< [in] [E_l, R, C] FLOAT32, FLOAT16 or BFLOAT16 */
+  const epx_tensor* codes;   /**< [out, optional] [E_l, R, C] dtype of the format */
+  /** [out] Iff codes is given. BLOCK128 and BLOCK128_POW2: [E_l, R / 128, C / 128] FLOAT32. MX: [E_l, R, C / 32]
+   * FLOAT8_E8M0, in tiles [E_l, R / 128, C / 128, 512]. NV: [E_l, R, C / 16] FLOAT8_E4M3, in tiles
+   * [E_l, R / 128, C / 64, 512]. */
+  const epx_tensor* scales;
+  const epx_tensor* transposed_codes;      /**< [out, optional] [E_l, C, R] dtype of the format */
+  const epx_tensor* transposed_scales;     /**< [out] Iff transposed_codes is given: as scales, with R and C exchanged */
+  const epx_tensor* row_scales;            /**< [out] With NV iff codes is given: [E_l, R] FLOAT32 */
+  const epx_tensor* transposed_row_scales; /**< [out] With NV iff transposed_codes is given: [E_l, C] FLOAT32 */
 } epx_moe_quantise_weights_args;
 
-/** Quantises weights with one scale for each block of 128 x 128, of which amax is taken. The transposed codes and scales are
- * the others transposed, bit for bit, from one read of the weights. Products in FP8 on GPUs of compute capability 9.0 take
- * both operands K-major: forward multiplies by `codes`, dgrad by `transposed_codes`. The caller holds both, E_l * R * C
- * bytes each, and their scales, 4 bytes for 16384 elements; together they take what the weights take in BFLOAT16. */
+/** Quantises weights. BLOCK128 and BLOCK128_POW2 have one scale for each block of 128 x 128, of which amax is taken. The
+ * transposed codes and scales are the others transposed, bit for bit, from one read of the weights. Products in FP8 on GPUs
+ * of compute capability 9.0 take both operands K-major: forward multiplies by `codes`, dgrad by `transposed_codes`. The
+ * caller holds both, E_l * R * C bytes each, and their scales, 4 bytes for 16384 elements. Together they take what the
+ * weights take in BFLOAT16.
+ *
+ * MX and NV are for weights that go elsewhere, to servers whose GPUs multiply them. Each row of C elements has the codes
+ * and scales of a row that epx_dispatch quantises. So has each row of the transposed weights, made of the weights
+ * themselves: its blocks hold other elements, and its codes are not the others transposed. */
 EPX_API epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args);
 
 /** Arguments of epx_moe_quantise_swiglu(). */

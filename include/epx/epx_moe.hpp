@@ -376,12 +376,14 @@ struct QuantiseSwigluBwdArgs {
 
 struct QuantiseWeightsArgs {
   const epx_moe_cuda* cuda = nullptr;
-  RowFormat format = {}; // scaling and amax_floor
+  RowFormat format = {}; // scaling, dtype, amax_floor and scale_layout
   ConstTensor weights = {};
-  Tensor codes = {};             // optional
-  Tensor scales = {};            // iff codes is given
-  Tensor transposed_codes = {};  // optional
-  Tensor transposed_scales = {}; // iff transposed_codes is given
+  Tensor codes = {};                 // optional
+  Tensor scales = {};                // iff codes is given
+  Tensor transposed_codes = {};      // optional
+  Tensor transposed_scales = {};     // iff transposed_codes is given
+  Tensor row_scales = {};            // with NV iff codes is given
+  Tensor transposed_row_scales = {}; // with NV iff transposed_codes is given
 };
 
 // ---- Calls -----------------------------------------------------------------------------------------------------------
@@ -674,6 +676,8 @@ inline void quantise_weights(const QuantiseWeightsArgs& args) {
   call.scales = args.scales.get();
   call.transposed_codes = args.transposed_codes.get();
   call.transposed_scales = args.transposed_scales.get();
+  call.row_scales = args.row_scales.get();
+  call.transposed_row_scales = args.transposed_row_scales.get();
   require_success(epx_moe_quantise_weights(&call), "epx_moe_quantise_weights");
 }
 

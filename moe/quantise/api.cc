@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The quantisers' part of the C API.
+#include <variant>
+
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
@@ -47,7 +49,7 @@ constexpr std::initializer_list<epx_dtype> kMasters = {EPX_FLOAT32, EPX_FLOAT16,
 void run(Place place, const epx_moe_cuda* cuda, std::initializer_list<CheckedWeights> all) {
   if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*cuda, all); });
   for (const CheckedWeights& weights : all)
-    quantise(weights.quantise);
+    std::visit([](const auto& call) { quantise(call); }, weights.quantise);
 }
 
 } // namespace
@@ -140,14 +142,16 @@ epx_status epx_moe_quantise_swiglu_bwd_workspace(const epx_moe_quantise_swiglu_b
 epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
   return at_c_boundary(__func__, [&] {
     const Place place = require_args(args);
-    const WireFormat format = require_weights_format(args->format);
+    const WeightsFormat format = require_weights_format(args->format);
     require_tensor(args->weights, "weights", kMasters, {{"E_l", kAnySize}, {"R", kAnySize}, {"C", kAnySize}});
     const CheckedWeights weights =
         require_weights({{args->weights, "weights"},
                          {args->codes, "codes"},
                          {args->scales, "scales"},
+                         {args->row_scales, "row_scales"},
                          {args->transposed_codes, "transposed_codes"},
-                         {args->transposed_scales, "transposed_scales"}},
+                         {args->transposed_scales, "transposed_scales"},
+                         {args->transposed_row_scales, "transposed_row_scales"}},
                         format, {"E_l", args->weights->sizes[0]}, {"R", require_blocks(*args->weights, 1, "weights", "R")},
                         {"C", require_blocks(*args->weights, 2, "weights", "C")});
     run(place, args->cuda, {weights});
@@ -157,7 +161,8 @@ epx_status epx_moe_quantise_weights(const epx_moe_quantise_weights_args* args) {
 epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args) {
   return at_c_boundary(__func__, [&] {
     const Place place = require_args(args);
-    const WireFormat format = require_weights_format(args->format);
+    require_block_format(args->format);
+    const WeightsFormat format = require_weights_format(args->format);
     require_tensor(args->down_weight, "down_weight", kMasters, {{"E_l", kAnySize}, {"H", kAnySize}, {"F", kAnySize}});
     const Dim experts{"E_l", args->down_weight->sizes[0]};
     const Dim hidden{"H", require_blocks(*args->down_weight, 1, "down_weight", "H")};
@@ -170,14 +175,18 @@ epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args) {
         require_weights({{args->gate_up_weight, "gate_up_weight"},
                          {made.gate_up_codes, "fp8_params.gate_up_codes"},
                          {made.gate_up_scales, "fp8_params.gate_up_scales"},
+                         {},
                          {made.gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
-                         {made.gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"}},
+                         {made.gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"},
+                         {}},
                         format, experts, stacked, hidden);
     const CheckedWeights down = require_weights({{args->down_weight, "down_weight"},
                                                  {made.down_codes, "fp8_params.down_codes"},
                                                  {made.down_scales, "fp8_params.down_scales"},
+                                                 {},
                                                  {made.down_transposed_codes, "fp8_params.down_transposed_codes"},
-                                                 {made.down_transposed_scales, "fp8_params.down_transposed_scales"}},
+                                                 {made.down_transposed_scales, "fp8_params.down_transposed_scales"},
+                                                 {}},
                                                 format, experts, hidden, inner);
     run(place, args->cuda, {gate_up, down});
   });

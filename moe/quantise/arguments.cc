@@ -11,13 +11,69 @@
 
 namespace epx::moe {
 
-WireFormat require_block_format(const epx_row_format* format) {
+namespace {
+
+bool is_block128(const WireFormat& format) {
+  return format.scaling == EPX_SCALING_BLOCK128 || format.scaling == EPX_SCALING_BLOCK128_POW2;
+}
+
+// Returns any format. The scales of blocks of 128 are float32.
+WireFormat require_format(const epx_row_format* format) {
   if (format == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "format is NULL; it is required");
   require_no_tensors(*format, "format", "the call has its tensors in args");
   WireFormat wire = check_format(*format, "format");
-  if (wire.scaling != EPX_SCALING_BLOCK128 && wire.scaling != EPX_SCALING_BLOCK128_POW2)
+  if (is_block128(wire)) wire.scales = EPX_FLOAT32;
+  return wire;
+}
+
+QuantiseWeights require_weight_blocks(const WeightTensors& tensors, const WireFormat& format, Dim matrices, Dim rows,
+                                      Dim columns) {
+  const Blocks row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
+  const auto allow = [&](const NamedTensor& output, epx_dtype dtype, Dim first, Dim second) {
+    allow_tensor(output.tensor, output.name, {dtype}, {matrices, first, second});
+  };
+  allow(tensors.codes, EPX_FLOAT8_E4M3, rows, columns);
+  allow(tensors.scales, EPX_FLOAT32, row_blocks.dim(), column_blocks.dim());
+  allow(tensors.transposed_codes, EPX_FLOAT8_E4M3, columns, rows);
+  allow(tensors.transposed_scales, EPX_FLOAT32, column_blocks.dim(), row_blocks.dim());
+  return {.format = format,
+          .dtype = tensors.weights.tensor->dtype,
+          .weights = tensors.weights.tensor->data,
+          .num_matrices = matrices.size,
+          .num_rows = rows.size,
+          .num_columns = columns.size,
+          .codes = data_of<uint8_t>(tensors.codes.tensor),
+          .scales = data_of<float>(tensors.scales.tensor),
+          .transposed_codes = data_of<uint8_t>(tensors.transposed_codes.tensor),
+          .transposed_scales = data_of<float>(tensors.transposed_scales.tensor)};
+}
+
+// One orientation of weights whose rows are quantised.
+WeightRows allow_weight_rows(const NamedTensor& codes, const NamedTensor& scales, const NamedTensor& row_scales,
+                             const WeightsFormat& format, Dim matrices, Dim rows, Dim columns) {
+  const WireFormat& wire = format.wire;
+  const ScaleLayout layout = {format.layout, static_cast<int>(single_element_bytes(wire.scales)),
+                              wire.num_scales(columns.size), matrices.size * rows.size};
+  allow_tensor(codes.tensor, codes.name, {wire.elements}, {matrices, rows, columns});
+  if (format.layout == EPX_SCALES_TILES)
+    allow_tensor(scales.tensor, scales.name, {wire.scales},
+                 {matrices,
+                  blocks_of(rows).dim(),
+                  blocks_of(columns, wire.block() * ScaleLayout::kPerWord).dim(),
+                  {"512", ScaleLayout::kTileRows * ScaleLayout::kPerWord}});
+  else
+    allow_tensor(scales.tensor, scales.name, {wire.scales}, {matrices, rows, blocks_of(columns, wire.block()).dim()});
+  if (wire.has_row_scale()) require_both_or_neither(codes.tensor, codes.name, row_scales.tensor, row_scales.name);
+  allow_tensor(row_scales.tensor, row_scales.name, {EPX_FLOAT32}, {matrices, rows});
+  return {data_of<std::byte>(codes.tensor), data_of<std::byte>(scales.tensor), data_of<float>(row_scales.tensor), layout};
+}
+
+} // namespace
+
+WireFormat require_block_format(const epx_row_format* format) {
+  const WireFormat wire = require_format(format);
+  if (!is_block128(wire))
     fail(EPX_ERROR_INVALID_ARGUMENT, "format.scaling is {}; it must be block128 or block128_pow2", name_of(wire.scaling));
-  wire.scales = EPX_FLOAT32;
   return wire;
 }
 
@@ -29,8 +85,8 @@ int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, con
   return size;
 }
 
-Blocks blocks_of(Dim dim) {
-  return {fmt::format("{} / {}", dim.symbol, kQuantiseBlock), dim.size / kQuantiseBlock};
+Blocks blocks_of(Dim dim, int block) {
+  return {fmt::format("{} / {}", dim.symbol, block), dim.size / block};
 }
 
 void require_wanted(const epx_tensor* codes, const char* name, const epx_tensor* others, const char* others_name) {
@@ -74,40 +130,42 @@ void validate(const RowZones& zones) {
   if (zones.are_given) validate(Zones{zones.counts, zones.offsets}, zones.num_zones, zones.num_rows);
 }
 
-WireFormat require_weights_format(const epx_row_format* format) {
-  const WireFormat wire = require_block_format(format);
-  if (format->scale_layout != EPX_SCALES_ROWS)
+WeightsFormat require_weights_format(const epx_row_format* format) {
+  const WireFormat wire = require_format(format);
+  const epx_scale_layout layout = format->scale_layout;
+  if (is_block128(wire) && layout != EPX_SCALES_ROWS)
     fail(EPX_ERROR_INVALID_ARGUMENT,
-         "format.scale_layout is {}; the scales of weights have no layouts, so it must be EPX_SCALES_ROWS (0)",
-         static_cast<int>(format->scale_layout));
-  return wire;
+         "format.scale_layout is {}; with scaling {} the scales of weights have no layouts, so it must be EPX_SCALES_ROWS "
+         "(0)",
+         static_cast<int>(layout), name_of(wire.scaling));
+  if (layout != EPX_SCALES_ROWS && layout != EPX_SCALES_TILES)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "format.scale_layout is {}; the scales of weights lie in EPX_SCALES_ROWS (0) or EPX_SCALES_TILES (3)",
+         static_cast<int>(layout));
+  return {wire, layout};
 }
 
-CheckedWeights require_weights(const WeightTensors& tensors, const WireFormat& format, Dim matrices, Dim rows,
+CheckedWeights require_weights(const WeightTensors& tensors, const WeightsFormat& format, Dim matrices, Dim rows,
                                Dim columns) {
-  const auto& [weights, codes, scales, transposed_codes, transposed_scales] = tensors;
+  const auto& [weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales] = tensors;
   require_wanted(codes.tensor, codes.name, transposed_codes.tensor, transposed_codes.name);
   require_both_or_neither(codes.tensor, codes.name, scales.tensor, scales.name);
   require_both_or_neither(transposed_codes.tensor, transposed_codes.name, transposed_scales.tensor, transposed_scales.name);
-  const Blocks row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
-  const auto allow = [&](const NamedTensor& output, epx_dtype dtype, Dim first, Dim second) {
-    allow_tensor(output.tensor, output.name, {dtype}, {matrices, first, second});
-  };
-  allow(codes, EPX_FLOAT8_E4M3, rows, columns);
-  allow(scales, EPX_FLOAT32, row_blocks.dim(), column_blocks.dim());
-  allow(transposed_codes, EPX_FLOAT8_E4M3, columns, rows);
-  allow(transposed_scales, EPX_FLOAT32, column_blocks.dim(), row_blocks.dim());
+  for (const NamedTensor& of_nv : {row_scales, transposed_row_scales})
+    if (of_nv.tensor != nullptr && !format.wire.has_row_scale())
+      fail(EPX_ERROR_INVALID_ARGUMENT, "{} is given; with scaling {} there are none, so it must be NULL", of_nv.name,
+           name_of(format.wire.scaling));
+  if (is_block128(format.wire)) return {tensors, require_weight_blocks(tensors, format.wire, matrices, rows, columns)};
   return {tensors,
-          {.format = format,
-           .dtype = weights.tensor->dtype,
-           .weights = weights.tensor->data,
-           .num_matrices = matrices.size,
-           .num_rows = rows.size,
-           .num_columns = columns.size,
-           .codes = data_of<uint8_t>(codes.tensor),
-           .scales = data_of<float>(scales.tensor),
-           .transposed_codes = data_of<uint8_t>(transposed_codes.tensor),
-           .transposed_scales = data_of<float>(transposed_scales.tensor)}};
+          QuantiseWeightRows{.format = format.wire,
+                             .dtype = weights.tensor->dtype,
+                             .weights = weights.tensor->data,
+                             .num_matrices = matrices.size,
+                             .num_rows = rows.size,
+                             .num_columns = columns.size,
+                             .given = allow_weight_rows(codes, scales, row_scales, format, matrices, rows, columns),
+                             .transposed = allow_weight_rows(transposed_codes, transposed_scales, transposed_row_scales,
+                                                             format, matrices, columns, rows)}};
 }
 
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones,

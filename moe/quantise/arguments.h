@@ -5,10 +5,12 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <variant>
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
 #include "moe/quantise/matrix.h"
+#include "moe/quantise/weight_rows.h"
 #include "moe/quantise/weights.h"
 #include "moe/tensors.h"
 #include "runtime/formats/row_format.h"
@@ -28,7 +30,7 @@ struct Blocks {
 
   Dim dim() const { return {symbol.c_str(), size}; } // valid as long as this object lives
 };
-Blocks blocks_of(Dim dim);
+Blocks blocks_of(Dim dim, int block = kQuantiseBlock);
 
 // Throws when neither output is wanted.
 void require_wanted(const epx_tensor* codes, const char* name, const epx_tensor* others, const char* others_name);
@@ -61,17 +63,23 @@ struct ColumnTensors {
 // Weights and the outputs of a call that quantises them, which may be NULL. The names are those of the call's args.
 struct WeightTensors {
   NamedTensor weights;
-  NamedTensor codes, scales;
-  NamedTensor transposed_codes, transposed_scales;
+  NamedTensor codes, scales, row_scales;
+  NamedTensor transposed_codes, transposed_scales, transposed_row_scales;
 };
 // They are checked.
 struct CheckedWeights {
   WeightTensors tensors;
-  QuantiseWeights quantise;
+  std::variant<QuantiseWeights, QuantiseWeightRows> quantise;
 };
-WireFormat require_weights_format(const epx_row_format* format);
+// How weights are quantised: with a scale for each 128 x 128, or as rows with those of MX and NV.
+struct WeightsFormat {
+  WireFormat wire;
+  epx_scale_layout layout;
+};
+WeightsFormat require_weights_format(const epx_row_format* format);
 // `weights` have been checked, and have these dimensions.
-CheckedWeights require_weights(const WeightTensors& tensors, const WireFormat& format, Dim matrices, Dim rows, Dim columns);
+CheckedWeights require_weights(const WeightTensors& tensors, const WeightsFormat& format, Dim matrices, Dim rows,
+                               Dim columns);
 
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);

@@ -62,7 +62,9 @@ TEST_CASE("quantisers that are captured in a graph follow their input") {
                 &codes,
                 quantised.scales.get(),
                 &transposed,
-                quantised.transposed_scales.get()};
+                quantised.transposed_scales.get(),
+                nullptr,
+                nullptr};
 
   require_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
   require_ok(epx_moe_quantise_rows(&call.args), "epx_moe_quantise_rows");
@@ -157,7 +159,9 @@ TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused")
                                                       &codes,
                                                       quantised.scales.get(),
                                                       &transposed,
-                                                      quantised.transposed_scales.get()};
+                                                      quantised.transposed_scales.get(),
+                                                      nullptr,
+                                                      nullptr};
   const auto weights_fault = [&](const epx_tensor* epx_moe_quantise_weights_args::*member, const char* name) {
     const epx_tensor moved = shifted(*(good_weights.*member));
     epx_moe_quantise_weights_args args = good_weights;

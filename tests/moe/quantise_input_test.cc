@@ -61,7 +61,8 @@ struct QuantiseCalls {
   epx_moe_quantise_rows_args fp8 = {sizeof(fp8), nullptr,  &format,    &fp8_rows,   &scales,       EPX_SCALES_ROWS, 0,
                                     &counts,     &offsets, &row_codes, &row_scales, &column_codes, &column_scales};
   epx_moe_quantise_weights_args weights = {sizeof(weights), nullptr,       &format,           &matrices,
-                                           &codes,          &block_scales, &transposed_codes, &transposed_scales};
+                                           &codes,          &block_scales, &transposed_codes, &transposed_scales,
+                                           nullptr,         nullptr};
   epx_moe_fp8_params made = {sizeof(made),
                              &gate_up_made.codes,
                              &gate_up_made.scales,
@@ -127,8 +128,6 @@ TEST_CASE("a bad format of a quantiser is refused") {
         {op, [](C& c) { c.wide.format = c.weights.format = c.params.format = nullptr; }, {"format", "NULL"}},
         {op, [](C& c) { c.format.struct_size = 5; }, {"struct_size", "5"}},
         {op, [](C& c) { c.format.scaling = EPX_SCALING_NONE; }, {"scaling", "none"}},
-        {op, [](C& c) { c.format = format_of(EPX_SCALING_MX); }, {"format.scaling is mx", "block128 or block128_pow2"}},
-        {op, [](C& c) { c.format = format_of(EPX_SCALING_NV); }, {"format.scaling is nv", "block128 or block128_pow2"}},
         {op, [](C& c) { c.format.dtype = EPX_FLOAT8_E5M2; }, {"format", "float8_e5m2", "float8_e4m3"}},
         {op, [](C& c) { c.format.amax_floor = -1; }, {"amax_floor", "-1"}},
         {op, [](C& c) { c.format.reserved[1] = 7; }, {"reserved"}},
@@ -137,6 +136,14 @@ TEST_CASE("a bad format of a quantiser is refused") {
         {op, [](C& c) { c.format.encode_scale = &some; }, {"format.encode_scale is given", "NULL"}},
         {op, [](C& c) { c.format.recv_scales = &some; }, {"format.recv_scales is given", "NULL"}},
         {op, [](C& c) { c.format.recv_row_scales = &some; }, {"format.recv_row_scales is given", "NULL"}},
+    });
+}
+
+TEST_CASE("a quantiser for products in FP8 takes no format but those of blocks of 128") {
+  for (const auto op : {Op::wide, Op::params})
+    check_refused<C>({
+        {op, [](C& c) { c.format = format_of(EPX_SCALING_MX); }, {"format.scaling is mx", "block128 or block128_pow2"}},
+        {op, [](C& c) { c.format = format_of(EPX_SCALING_NV); }, {"format.scaling is nv", "block128 or block128_pow2"}},
     });
 }
 

@@ -491,6 +491,26 @@ TEST_CASE("epx_moe.hpp: rows and weights are quantised") {
   CHECK(codes == std::vector<uint8_t>(kSize * kSize, 0x78));
   CHECK(transposed_codes == codes);
 
+  std::vector<uint8_t> nv_codes(kSize * kSize / 2, 9), nv_scales(kSize * kSize / 16, 9);
+  std::vector<float> nv_row_scales(kSize, 9.0F);
+  const std::vector<uint8_t> all_codes(nv_codes.size(), 0x77), all_scales(nv_scales.size(), 0x7e); // 6 and 448
+  for (const bool is_transposed : {false, true}) {
+    const epx::Tensor nv = {nv_codes.data(), EPX_FLOAT4_E2M1, {1, kSize, kSize}},
+                      by_16 = {nv_scales.data(), EPX_FLOAT8_E4M3, {1, kSize, kSize / 16}},
+                      by_row = {nv_row_scales, {1, kSize}};
+    moe::QuantiseWeightsArgs args = {.format = epx::RowFormat(EPX_SCALING_NV), .weights = {matrix, {1, kSize, kSize}}};
+    (is_transposed ? args.transposed_codes : args.codes) = nv;
+    (is_transposed ? args.transposed_scales : args.scales) = by_16;
+    (is_transposed ? args.transposed_row_scales : args.row_scales) = by_row;
+    moe::quantise_weights(args);
+    CHECK(nv_codes == all_codes);
+    CHECK(nv_scales == all_scales);
+    CHECK(nv_row_scales == std::vector<float>(kSize, 1 / 1344.0F));
+    nv_codes.assign(nv_codes.size(), 9);
+    nv_scales.assign(nv_scales.size(), 9);
+    nv_row_scales.assign(nv_row_scales.size(), 9.0F);
+  }
+
   const std::vector<float> stacked(2 * kSize * kSize, 2.0F);
   std::vector<uint8_t> stacked_codes(2 * kSize * kSize, 9);
   std::vector<float> stacked_scales(2, 9.0F);

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "moe/quantise/cuda/enqueue.h"
 
+#include <variant>
+
 #include "moe/cuda/cuda_call.h"
 #include "moe/ffn/cuda/kernels.h"
 #include "moe/quantise/cuda/kernels.h"
@@ -80,14 +82,16 @@ void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd qua
 void enqueue(const epx_moe_cuda& cuda, std::initializer_list<CheckedWeights> all) {
   const CudaCall call(cuda, EPX_MOE_OP_NONE, 0, {}); // it reports no errors
   for (const auto& [tensors, _] : all) {
-    const auto& [weights, codes, scales, transposed_codes, transposed_scales] = tensors;
-    for (const NamedTensor& named : {weights, codes, scales, transposed_codes, transposed_scales})
+    const auto& [weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales] = tensors;
+    for (const NamedTensor& named :
+         {weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales})
       call.require_memory(named.tensor, named.name);
     for (const NamedTensor& named : {weights, codes, transposed_codes})
       call.require_aligned(named.tensor, named.name, kQuantiseAlignment);
   }
   for (const CheckedWeights& weights : all)
-    call.require_launched(launch_quantise_weights(weights.quantise, call.target()));
+    std::visit([&](const auto& quantise) { call.require_launched(launch_quantise_weights(quantise, call.target())); },
+               weights.quantise);
 }
 
 } // namespace epx::moe::cuda

@@ -10,6 +10,7 @@
 #include "moe/quantise/dequantise.h"
 #include "moe/quantise/rows.h"
 #include "moe/quantise/swiglu.h"
+#include "moe/quantise/weight_rows.h"
 #include "moe/quantise/weights.h"
 
 namespace epx::moe::cuda {
@@ -23,6 +24,7 @@ int launch_quantise_swiglu(const QuantiseSwiglu& call, const LaunchTarget& targe
 int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget& target);
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target);
+int launch_quantise_weights(const QuantiseWeightRows& call, const LaunchTarget& target);
 
 // Rows of FLOAT32 or BFLOAT16 are aligned to kQuantiseAlignment.
 int launch_dequantise_rows(const DequantiseRows& call, const LaunchTarget& target);
