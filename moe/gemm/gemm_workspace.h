@@ -3,6 +3,7 @@
 // needs neither CUDA nor CUTLASS.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -36,9 +37,13 @@ inline constexpr size_t kTensormapsBytes = size_t{kMaxSmsOfSm90} * 5 * kTensorma
 // Three addresses, three strides and three sizes of each expert's product.
 inline constexpr size_t kGroupBytes = 3 * sizeof(void*) + 3 * sizeof(int64_t) + 3 * sizeof(int32_t);
 
-// The workspace of the products of one call, which use it one after the other.
+// The workspace of the products of one call, which use it one after the other: of CUTLASS's, or of weight gradients in
+// FLOAT8_E4M3 the tensormaps of a and b for each expert.
 constexpr size_t tensor_core_workspace_bytes(int num_experts) {
-  return num_experts == 0 ? 0 : kTensormapsBytes + round_up_workspace(static_cast<size_t>(num_experts) * kGroupBytes);
+  if (num_experts == 0) return 0;
+  const auto experts = static_cast<size_t>(num_experts);
+  return std::max(kTensormapsBytes + round_up_workspace(experts * kGroupBytes),
+                  round_up_workspace(experts * 2 * kTensormapBytes));
 }
 
 } // namespace epx::moe

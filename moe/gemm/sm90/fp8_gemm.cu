@@ -3,8 +3,8 @@
 // have neighbouring tiles of b, 128 columns of d; they are resident until no tile is left.
 //
 //   warps                   what they do                                               what they wait for
-//   0                       one thread loads blocks of 128 of the inner index by TMA:  a free stage of shared memory, in both
-//                           of a every other box of 64 rows, for both thread blocks;   thread blocks of the cluster
+//   0                       one thread loads blocks of 128 of the inner index by TMA:  a free stage of shared memory,
+//                           of a every other box of 64 rows, for both thread blocks;   in both thread blocks
 //                           of b its tile
 //   1                       loads the scales of kRowsByWeight, of every row             the same
 //   2 and 3                 nothing
@@ -53,7 +53,6 @@ constexpr int kWarpGroup = 128;
 constexpr int kThreadsOfBlock = kWarpGroup * (1 + kNumGroups);
 constexpr int kConsumerWarps = kNumGroups * kWarpGroup / kWarp;
 constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
-constexpr int kConsumerBarrier = 1; // 0 is __syncthreads()
 
 constexpr int kRowsOfWarp = 16;
 constexpr int kRowPad = 8; // elements; so the lanes of a warp write without bank conflicts
@@ -69,10 +68,16 @@ struct alignas(1024) Shared { // as a swizzle of 128 bytes wants it
   EmptyBarrier empty[kStages];
 };
 
+// The columns of a zone, [m, R] and [1, n, R] where R is the zone's end: TMA reads zeros beyond it, where other zones may be.
+struct ZoneMaps {
+  CUtensorMap a, b;
+};
+
 struct Fp8GemmParams {
   GroupedGemm gemm;
-  CUtensorMap a; // [rows, inner], or [m, N] of a weight gradient
-  CUtensorMap b; // [experts, n, inner], or [1, n, N]
+  CUtensorMap a;   // [rows, inner], or [m, N] of a weight gradient
+  CUtensorMap b;   // [experts, n, inner], or [1, n, N]
+  ZoneMaps* zones; // [experts], of a weight gradient
 };
 
 // fits_tensor_cores() says that sizes have 32 bits.
@@ -166,6 +171,26 @@ __device__ inline const float* first_b_scale(const GroupedGemm& gemm, const Tile
   return gemm.b_scales + first + (kIsGradient ? column : column / kTileColumns * (gemm.k / kBlock));
 }
 
+// Makes the maps of a zone that has rows. Each block has an expert, and a warp for each map.
+__global__ void __launch_bounds__(2 * kWarp) make_zone_maps_kernel(const __grid_constant__ Fp8GemmParams params) {
+  const Zone zone = zone_of(params.gemm.zones, static_cast<int>(blockIdx.x));
+  if (zone.num_rows == 0) return; // nothing is loaded
+  ZoneMaps& maps = params.zones[blockIdx.x];
+  const bool is_a = threadIdx.x < kWarp;
+  __shared__ alignas(128) cute::TmaDescriptor made[2];
+  cute::TmaDescriptor& own = made[is_a ? 0 : 1];
+  static_assert(sizeof(own) == kWarp * sizeof(uint32_t) && sizeof(maps.a) == sizeof(own));
+  reinterpret_cast<uint32_t*>(&own)[lane()] = reinterpret_cast<const uint32_t*>(is_a ? &params.a : &params.b)[lane()];
+  __syncthreads();
+  if (lane() == 0)
+    asm volatile(
+        "tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%0], 0, %1;" ::"r"(cute::cast_smem_ptr_to_uint(&own)),
+        "r"(static_cast<int>(zone.first_row + zone.num_rows))
+        : "memory");
+  __syncthreads();
+  cute::tma_descriptor_cp_fence_release(reinterpret_cast<cute::TmaDescriptor*>(is_a ? &maps.a : &maps.b), own);
+}
+
 template <bool kIsGradient, typename T>
 __device__ void load(const Fp8GemmParams& params, Shared<T>& shared) {
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
@@ -174,7 +199,16 @@ __device__ void load(const Fp8GemmParams& params, Shared<T>& shared) {
   const auto rank = static_cast<int>(cute::block_rank_in_cluster());
   Tiles<kIsGradient> tiles(gemm);
   Stage stage;
+  int expert = -1;
+  const CUtensorMap *a = &params.a, *b = &params.b;
   for (Tile tile; tiles.next(tile);) {
+    if (kIsGradient && tile.expert != expert) {
+      expert = tile.expert;
+      a = &params.zones[expert].a;
+      b = &params.zones[expert].b;
+      cute::tma_descriptor_fence_acquire(reinterpret_cast<const cute::TmaDescriptor*>(a));
+      cute::tma_descriptor_fence_acquire(reinterpret_cast<const cute::TmaDescriptor*>(b));
+    }
     int inner = kIsGradient ? tile.first_zone_row : 0;
     const int first_row = tile.first_row + (kIsGradient ? 0 : tile.first_zone_row);
     const float* b_scales = first_b_scale<kIsGradient>(gemm, tile);
@@ -187,10 +221,9 @@ __device__ void load(const Fp8GemmParams& params, Shared<T>& shared) {
       auto* const full = reinterpret_cast<uint64_t*>(&shared.full[stage.index]);
       shared.full[stage.index].arrive_and_expect_tx(bytes);
       for (int box = rank; box < tile.num_boxes; box += kClusterSize)
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&params.a, full, kBoth, kHint,
-                                               &shared.a[stage.index][box * kBoxRows * kBlock], inner,
-                                               first_row + box * kBoxRows);
-      cute::SM90_TMA_LOAD_3D::copy(&params.b, full, kHint, shared.b[stage.index], inner, tile.first_column,
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(a, full, kBoth, kHint, &shared.a[stage.index][box * kBoxRows * kBlock],
+                                               inner, first_row + box * kBoxRows);
+      cute::SM90_TMA_LOAD_3D::copy(b, full, kHint, shared.b[stage.index], inner, tile.first_column,
                                    kIsGradient ? 0 : tile.expert);
       if constexpr (kIsGradient) {
         cute::SM90_BULK_COPY_G2S::copy(b_scales, full, shared.b_scales[stage.index], kTileColumns * sizeof(float));
@@ -272,7 +305,7 @@ struct Scales {
   float b;
 };
 
-// Adds the scaled product to the sums. Element 4 j + 2 i + c is of the thread's row 8 i, and of column 8 j + 2 (lane % 4) + c.
+// Adds the scaled product to the sums. Element 4 j + 2 i + c is of the thread's row 8 i and of column 8 j + 2 (lane % 4) + c.
 template <bool kIsGradient>
 __device__ inline void promote(const float (&product)[kSums], const Scales& scales, const float* b_scales,
                                float (&sums)[kSums]) {
@@ -288,31 +321,6 @@ __device__ inline void promote(const float (&product)[kSums], const Scales& scal
   }
 }
 
-// Writes zeros to a row of a stage from element `end` on.
-__device__ inline void clear_tail(uint8_t* rows, int row, int end) {
-  constexpr int kChunk = 16;
-  for (int chunk = end / kChunk; chunk < kBlock / kChunk; ++chunk) {
-    uint8_t* const bytes = rows + row * kBlock + (chunk ^ row % 8) * kChunk;
-    const int first = max(end - chunk * kChunk, 0);
-    if (first == 0)
-      *reinterpret_cast<uint4*>(bytes) = uint4{};
-    else
-      for (int i = first; i < kChunk; ++i)
-        bytes[i] = 0;
-  }
-}
-
-// What follows the last row of a zone in its last block belongs to another zone, or to none. All consumers call this.
-template <typename T>
-__device__ void clear_tails(Shared<T>& shared, int stage, int end) {
-  const int thread = static_cast<int>(threadIdx.x) - kWarpGroup;
-  static_assert(kTileRows == kNumGroups * kWarpGroup && kTileColumns <= kNumGroups * kWarpGroup);
-  clear_tail(shared.a[stage], thread, end);
-  if (thread < kTileColumns) clear_tail(shared.b[stage], thread, end);
-  cutlass::arch::fence_view_async_shared();
-  cutlass::arch::NamedBarrier::sync(kNumGroups * kWarpGroup, kConsumerBarrier);
-}
-
 __device__ inline void store_pair(float* place, float a, float b) {
   *reinterpret_cast<float2*>(place) = {a, b};
 }
@@ -326,8 +334,8 @@ __device__ inline void add(float* d, uint4 values) {
                : "memory");
 }
 
-// Stores the rows of a warp, of which num_rows are in d, or adds them to it, which is FLOAT32 then. They pass through shared
-// memory, so that neighbouring lanes have neighbouring elements.
+// Stores the rows of a warp, of which num_rows are in d, or adds them to it, which is FLOAT32 then. They pass through
+// shared memory, so that neighbouring lanes have neighbouring elements.
 template <typename T, int kPitch>
 __device__ void store(const float (&sums)[kSums], T (&rows)[kRowsOfWarp][kPitch], T* d, int64_t stride, int num_rows,
                       bool accumulate) {
@@ -339,13 +347,13 @@ __device__ void store(const float (&sums)[kSums], T (&rows)[kRowsOfWarp][kPitch]
     for (int i = 0; i < 2; ++i)
       store_pair(&rows[lane() / 4 + 8 * i][8 * j + 2 * (lane() % 4)], sums[4 * j + 2 * i], sums[4 * j + 2 * i + 1]);
   __syncwarp();
-  const int column = lane() % kLanesOfRow * kElements;
+  constexpr int kRowsAtOnce = kWarp / kLanesOfRow;
+  const int first_row = lane() / kLanesOfRow, column = lane() % kLanesOfRow * kElements;
+  T* place = d + first_row * stride + column;
 #pragma unroll
-  for (int first = 0; first < kRowsOfWarp; first += kWarp / kLanesOfRow) {
-    const int row = first + lane() / kLanesOfRow;
-    if (row >= num_rows) continue;
-    const uint4 values = *reinterpret_cast<const uint4*>(&rows[row][column]);
-    T* const place = d + row * stride + column;
+  for (int row = 0; row < kRowsOfWarp; row += kRowsAtOnce, place += kRowsAtOnce * stride) {
+    if (row + first_row >= num_rows) break;
+    const uint4 values = *reinterpret_cast<const uint4*>(&rows[row + first_row][column]);
     if constexpr (std::is_same_v<T, float>)
       if (accumulate) {
         add(place, values);
@@ -375,7 +383,6 @@ __device__ void consume(const GroupedGemm& gemm, const Tile& tile, Consumer& con
   for (int inner = tile.inner; inner > 0; inner -= kBlock) {
     const int stage = consumer.stage.index;
     shared.full[stage].wait(consumer.stage.phase);
-    if (kIsGradient && inner < kBlock) clear_tails(shared, stage, inner);
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       float product[kSums];
@@ -501,7 +508,8 @@ cudaError_t launch(const Fp8GemmParams& params, const LaunchTarget& target) {
 } // namespace
 
 std::vector<const void*> fp8_gemm_kernels() {
-  return {reinterpret_cast<const void*>(&fp8_gemm_kernel<false, __nv_bfloat16>),
+  return {reinterpret_cast<const void*>(&make_zone_maps_kernel),
+          reinterpret_cast<const void*>(&fp8_gemm_kernel<false, __nv_bfloat16>),
           reinterpret_cast<const void*>(&fp8_gemm_kernel<true, __nv_bfloat16>),
           reinterpret_cast<const void*>(&fp8_gemm_kernel<true, float>)};
 }
@@ -513,6 +521,10 @@ cudaError_t launch_fp8_gemm(const GroupedGemm& gemm, const LaunchTarget& target)
   params.gemm = gemm;
   if (const cudaError_t error = make_tensor_maps(params); error != cudaSuccess) return error;
   if (!is_gradient) return launch<false, __nv_bfloat16>(params, target);
+  params.zones = static_cast<ZoneMaps*>(gemm.tensor_core_workspace);
+  const epx::cuda::Grid grid{gemm.zones.num_experts, 2 * kWarp};
+  const cudaError_t error = epx::cuda::launch(&make_zone_maps_kernel, grid, stream_of(target), params);
+  if (error != cudaSuccess) return error;
   if (gemm.out_dtype == EPX_FLOAT32) return launch<true, float>(params, target);
   return launch<true, __nv_bfloat16>(params, target);
 }

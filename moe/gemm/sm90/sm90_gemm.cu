@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Before each grouped GEMM of CUTLASS a small kernel turns the zones into groups, so that the host need not know how many rows
-// they have.
+// Before each grouped GEMM of CUTLASS a small kernel turns the zones into groups, so that the host need not know how many
+// rows they have.
 //
 //   warps        what they do                                                              what they wait for
 //   of block 0   each thread writes the group of an expert                                 nothing
