@@ -115,7 +115,8 @@ TEST_CASE("tensor cores take rows of bfloat16 whose bytes are multiples of 16, a
 TEST_CASE("the products' workspace has room for each expert and each SM") {
   CHECK(moe::tensor_core_workspace_bytes(0) == 0);
   CHECK(moe::tensor_core_workspace_bytes(1) == 144 * 5 * 128 + 256);
-  CHECK(moe::tensor_core_workspace_bytes(32) == 144 * 5 * 128 + 2560); // 76 bytes of each
+  CHECK(moe::tensor_core_workspace_bytes(32) == 144 * 5 * 128 + 2048); // 60 bytes of each
+  CHECK(moe::tensor_core_workspace_bytes(4096) == 4096 * 2 * 128);     // two tensormaps of each
 }
 
 } // namespace
