@@ -486,9 +486,9 @@ typedef struct epx_moe_quantise_rows_args {
  * transposed, as wgrad multiplies them), or both from one read of `rows`.
  *
  * The blocks of a column begin at the first row of a zone; the last one of a zone may be short. Block b of zone e has the
- * scales column_scales[offsets[e] / 128 + e + b, :], with the quotient rounded down. So the scales of a zone are one
- * contiguous matrix [blocks, H], which is what CUTLASS's blockwise grouped products read of an operand whose outer index is
- * H ("MN-major", scale granularity 1 x 128), and they are found without the counts of other zones. The codes of a zone are
+ * scales column_scales[offsets[e] / 128 + e + b, :], with the quotient rounded down. So they are found without the counts
+ * of other zones, and those of a zone are one contiguous matrix [blocks, H]. CUTLASS's blockwise grouped products read such
+ * a matrix of an operand whose outer index is H ("MN-major", scale granularity 1 x 128). The codes of a zone are
  * the matrix [H, counts[e]] at column_codes[:, offsets[e]], K-major with a leading dimension of N. TMA reads it where N and
  * the offsets are multiples of 16. The call itself takes any N and any alignment of zones; it is faster where both are
  * multiples of 8.
