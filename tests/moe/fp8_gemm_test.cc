@@ -288,6 +288,9 @@ TEST_CASE("products of E4M3 that no kernel has are refused") {
                    .out_dtype = EPX_BFLOAT16};
   CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
   gemm.product = Product::kRowsByWeight;
+  gemm.accumulate = true;
+  CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
+  gemm.accumulate = false;
   gemm.out_dtype = EPX_FLOAT32;
   CHECK(launch_grouped_gemm(gemm, {nullptr, 1}) == cudaErrorInvalidValue);
   gemm.product = Product::kWeightGradient;

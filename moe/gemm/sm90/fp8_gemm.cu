@@ -363,7 +363,7 @@ __device__ void store(const float (&sums)[kSums], T (&rows)[kRowsOfWarp][kPitch]
   }
 }
 
-// A warp that multiplies. Its first row in a box is that of its lanes below four.
+// A thread that multiplies. It has two rows of each of its group's boxes: row_of_box, and the eighth one behind it.
 struct Consumer {
   int warp, group, row_of_box;
   Stage stage; // that is read next
