@@ -214,12 +214,9 @@ uint64_t bits_of(const void* address) {
 template <typename Launch>
 cudaError_t with_row_type(epx_dtype dtype, uint64_t address_bits, int64_t hidden, const Launch& launch) {
   const bool is_vector = address_bits % 16 == 0 && hidden % kFragment == 0;
-  const auto with = [&]<typename T>(T) {
+  return with_element_type(dtype, [&]<typename T>(T) {
     return is_vector ? launch.template operator()<T, true>() : launch.template operator()<T, false>();
-  };
-  if (dtype == EPX_FLOAT16) return with(__half{});
-  if (dtype == EPX_BFLOAT16) return with(__nv_bfloat16{});
-  return with(float{});
+  });
 }
 
 } // namespace

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows to E4M3. A block of threads loads one tile after the other, and quantises it: quantise_tile.cuh.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/quantise/cuda/kernels.h"
 #include "moe/quantise/cuda/quantise_tile.cuh"
@@ -41,9 +39,7 @@ cudaError_t launch_rows(const QuantiseRows& call, const LaunchTarget& target) {
 int launch_quantise_rows(const QuantiseRows& call, const LaunchTarget& target) {
   if (call.zones.num_rows == 0 || call.zones.num_zones == 0) return cudaSuccess;
   if (call.dtype == EPX_FLOAT8_E4M3) return launch_rows<formats::E4M3>(call, target);
-  if (call.dtype == EPX_FLOAT16) return launch_rows<__half>(call, target);
-  if (call.dtype == EPX_BFLOAT16) return launch_rows<__nv_bfloat16>(call, target);
-  return launch_rows<float>(call, target);
+  return with_element_type(call.dtype, [&]<typename T>(T) { return launch_rows<T>(call, target); });
 }
 
 std::vector<const void*> block_quantise_rows_kernels() {

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weights in MX or NV. Each warp quantises one row of the weights after the other, as a row that travels, or some of their
 // columns, which are rows of the transposed weights. It reads them twice with NV, whose row scale comes first.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "base/device/launch.h"
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/quantise/cuda/kernels.h"
 #include "runtime/formats/scaling.h"
@@ -101,9 +99,7 @@ cudaError_t launch_weights(const QuantiseWeightRows& call, const LaunchTarget& t
 
 int launch_quantise_weights(const QuantiseWeightRows& call, const LaunchTarget& target) {
   if (call.num_matrices == 0) return cudaSuccess;
-  if (call.dtype == EPX_FLOAT16) return launch_weights<__half>(call, target);
-  if (call.dtype == EPX_BFLOAT16) return launch_weights<__nv_bfloat16>(call, target);
-  return launch_weights<float>(call, target);
+  return with_element_type(call.dtype, [&]<typename T>(T) { return launch_weights<T>(call, target); });
 }
 
 } // namespace epx::moe::cuda

@@ -6,10 +6,8 @@
 //   all     load 8 rows of the tile, and leave their maximum in shared memory    nothing
 //   all     find the scale, store their codes, and put them into shared memory    the maxima of all warps
 //   all     store the transposed codes                                            the codes of all warps
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "base/device/launch.h"
+#include "moe/cuda/elements.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/quantise/cuda/kernels.h"
 #include "moe/quantise/cuda/tile.cuh"
@@ -98,9 +96,7 @@ cudaError_t launch_weights(const QuantiseWeights& call, const LaunchTarget& targ
 } // namespace
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target) {
-  if (call.dtype == EPX_FLOAT16) return launch_weights<__half>(call, target);
-  if (call.dtype == EPX_BFLOAT16) return launch_weights<__nv_bfloat16>(call, target);
-  return launch_weights<float>(call, target);
+  return with_element_type(call.dtype, [&]<typename T>(T) { return launch_weights<T>(call, target); });
 }
 
 } // namespace epx::moe::cuda
