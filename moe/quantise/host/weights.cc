@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "moe/quantise/host/elements.h"
 #include "runtime/formats/elements.h"
 #include "runtime/formats/scaling.h"
 #include "runtime/stages/host/rows/float_environment.h"
+#include "runtime/stages/host/rows/row_types_isa.h"
 
 namespace epx::moe {
 namespace {
@@ -18,18 +18,18 @@ void quantise_block(const QuantiseWeights& call, int64_t matrix, int64_t first_r
   const int64_t rows = call.num_rows;
   const int64_t columns = call.num_columns;
   const int64_t first_element = matrix * rows * columns;
-  const auto* const weights = static_cast<const Element*>(call.weights) + first_element;
+  const auto* const weights = static_cast<const typename Element::Bits*>(call.weights) + first_element;
   uint32_t amax = 0;
   for (int64_t r = first_row; r < first_row + kQuantiseBlock; ++r)
     for (int64_t c = first_column; c < first_column + kQuantiseBlock; ++c) {
-      const uint32_t magnitude = formats::bits_of(weights[r * columns + c].value()) & formats::kMagnitudeBits;
+      const uint32_t magnitude = formats::bits_of(Element::load(weights[r * columns + c])) & formats::kMagnitudeBits;
       amax = std::max(amax, magnitude < formats::kInfinityBits ? magnitude : 0);
     }
   const auto scale = formats::scale_block(call.format, formats::float_of(amax), true, 1.0f);
   for (int64_t r = first_row; r < first_row + kQuantiseBlock; ++r)
     for (int64_t c = first_column; c < first_column + kQuantiseBlock; ++c) {
       const auto code =
-          static_cast<uint8_t>(formats::encode<formats::E4M3>(weights[r * columns + c].value() * scale.multiplier));
+          static_cast<uint8_t>(formats::encode<formats::E4M3>(Element::load(weights[r * columns + c]) * scale.multiplier));
       if (call.codes != nullptr) call.codes[first_element + r * columns + c] = code;
       if (call.transposed_codes != nullptr) call.transposed_codes[first_element + c * rows + r] = code;
     }
@@ -55,12 +55,7 @@ void quantise_matrices(const QuantiseWeights& call) {
 
 void quantise(const QuantiseWeights& call) {
   const host::DefaultFloatEnvironment environment;
-  if (call.dtype == EPX_BFLOAT16)
-    quantise_matrices<Bfloat16Bits>(call);
-  else if (call.dtype == EPX_FLOAT16)
-    quantise_matrices<Float16Bits>(call);
-  else
-    quantise_matrices<Float32Bits>(call);
+  rows::with_format(call.dtype, [&]<typename Element>(Element) { quantise_matrices<Element>(call); });
 }
 
 } // namespace epx::moe

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dtypes that rows are computed in. Only files that are compiled once per instruction set include this; the functions are
-// local to each of them, so that the linker merges none.
+// The dtypes that rows are computed in. Files that are compiled once per instruction set include this, and others; the functions
+// are local to each of them, so that the linker merges none.
 //
 // They have no branches, so that loops over them vectorise. number() and round() are for a float or a register of them
 // (formats::Lanes), whose bits are in the low part of a word; load() and store() are for one element.
