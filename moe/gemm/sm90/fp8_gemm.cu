@@ -30,6 +30,7 @@
 
 #include "moe/cuda/warps.cuh"
 #include "moe/gemm/gemm_workspace.h"
+#include "moe/gemm/sm90/cluster_launch.h"
 #include "moe/gemm/zones.cuh"
 
 namespace epx::moe::cuda::sm90 {
@@ -448,22 +449,31 @@ __global__ void __launch_bounds__(kThreadsOfBlock, 1) fp8_gemm_kernel(const __gr
   cute::cluster_sync(); // the other block of the cluster may still write to this one's memory
 }
 
+// The driver's function that makes tensormaps, which the runtime has no name for.
+struct TensorMapEncoder {
+  decltype(&cuTensorMapEncodeTiled) encode;
+  cudaError_t error;
+};
+TensorMapEncoder find_tensor_map_encoder() {
+  constexpr unsigned kSince = 12000; // the version of CUDA that has it
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &found);
+  if (error == cudaSuccess && found != cudaDriverEntryPointSuccess) error = cudaErrorNotSupported;
+  return {reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function), error};
+}
+
 // A tensor of FLOAT8_E4M3 with two or three dimensions, the innermost first, that is loaded in boxes of kBlock x box_rows.
 cudaError_t make_tensor_map(CUtensorMap* map, const void* data, int rank, const cuuint64_t* sizes,
                             const cuuint64_t* strides, cuuint32_t box_rows) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found{};
-  constexpr unsigned kSince = 12000; // the version of CUDA that has it
-  const cudaError_t error =
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, kSince, cudaEnableDefault, &found);
-  if (error != cudaSuccess) return error;
-  if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
+  static const TensorMapEncoder encoder = find_tensor_map_encoder(); // the same for all calls of the process
+  if (encoder.error != cudaSuccess) return encoder.error;
   const cuuint32_t box[] = {kBlock, box_rows, 1}, steps[] = {1, 1, 1};
-  const CUresult result = reinterpret_cast<Encode>(function)(
-      map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes, strides, box,
-      steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<cuuint32_t>(rank), const_cast<void*>(data), sizes,
+                     strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -489,20 +499,9 @@ cudaError_t make_tensor_maps(Fp8GemmParams& params) {
 
 template <bool kIsGradient, typename T>
 cudaError_t launch(const Fp8GemmParams& params, const LaunchTarget& target) {
-  const auto kernel = &fp8_gemm_kernel<kIsGradient, T>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<T>));
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {kClusterSize, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::max(target.num_sms / kClusterSize, 1) * kClusterSize));
-  config.blockDim = dim3(kThreadsOfBlock);
-  config.dynamicSmemBytes = sizeof(Shared<T>);
-  config.stream = stream_of(target);
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  const auto blocks = static_cast<unsigned>(std::max(target.num_sms / kClusterSize, 1) * kClusterSize);
+  const ClusterGrid grid = {dim3(blocks), dim3(kThreadsOfBlock), dim3(kClusterSize), sizeof(Shared<T>)};
+  return launch_clusters(reinterpret_cast<const void*>(&fp8_gemm_kernel<kIsGradient, T>), grid, stream_of(target), params);
 }
 
 } // namespace

@@ -14,6 +14,7 @@
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
 
 #include "moe/gemm/gemm_workspace.h"
+#include "moe/gemm/sm90/cluster_launch.h"
 #include "moe/gemm/sm90/instances.h"
 
 namespace epx::moe::cuda::sm90 {
@@ -95,22 +96,11 @@ public:
     if (const size_t bytes = Kernel::get_workspace_size(args); bytes > groups.tensormaps_bytes)
       refuse_tensormaps(bytes, groups.tensormaps_bytes);
 
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel(), cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::SharedStorageSize);
-    if (error != cudaSuccess) return error;
-    typename Kernel::Params params = Kernel::to_underlying_arguments(args, groups.tensormaps);
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {cute::size<0>(typename Schedule::Cluster{}), cute::size<1>(typename Schedule::Cluster{}), 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = Kernel::get_grid_shape(params);
-    config.blockDim = Kernel::get_block_shape();
-    config.dynamicSmemBytes = Kernel::SharedStorageSize;
-    config.stream = static_cast<cudaStream_t>(target.stream);
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    void* pointers[] = {&params};
-    return cudaLaunchKernelExC(&config, kernel(), pointers);
+    const auto params = Kernel::to_underlying_arguments(args, groups.tensormaps);
+    using Cluster = typename Schedule::Cluster;
+    const ClusterGrid grid = {Kernel::get_grid_shape(params), Kernel::get_block_shape(),
+                              dim3(cute::size<0>(Cluster{}), cute::size<1>(Cluster{})), Kernel::SharedStorageSize};
+    return launch_clusters(kernel(), grid, static_cast<cudaStream_t>(target.stream), params);
   }
 };
 
