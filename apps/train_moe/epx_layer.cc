@@ -2,6 +2,7 @@
 // The MoE layer on epx has one block per layer, all of them on one group.
 #include <exception>
 #include <optional>
+#include <vector>
 
 #include "apps/train_moe/errors.h"
 #include "apps/train_moe/moe_layer.h"
@@ -49,48 +50,34 @@ constexpr int kFp8ZoneAlignment = 16; // rows, of products in FP8
 // The parameters of a layer's experts in FP8.
 class QuantisedExperts {
 public:
-  explicit QuantisedExperts(Device& device) : gate_up_(device), down_(device) {}
+  explicit QuantisedExperts(Device& device) {
+    for (int i = 0; i < kNumTensors; ++i)
+      buffers_.emplace_back(device);
+  }
 
   // Quantises float32 masters. What it returns is good until the next call.
   epx::moe::Fp8Params of(const ModelOptions& model, int64_t count, const float* gate_up, const float* down,
                          const epx_moe_cuda* cuda) {
-    const int64_t hidden = model.hidden, ffn = model.ffn, stacked = 2 * ffn;
-    const auto codes = [&](Array<uint8_t>& bytes, int64_t rows, int64_t columns) {
-      bytes.resize(count * rows * columns);
-      return epx::Tensor(bytes.data(), EPX_FLOAT8_E4M3, {count, rows, columns});
-    };
-    const auto scales = [&](Array<float>& values, int64_t rows, int64_t columns) {
-      const int64_t row_blocks = rows / kBlock, column_blocks = columns / kBlock;
-      values.resize(count * row_blocks * column_blocks);
-      return epx::Tensor(values.data(), EPX_FLOAT32, {count, row_blocks, column_blocks});
-    };
-    const epx::moe::Fp8Tensors<epx::Tensor> made = {
-        .gate_up_codes = codes(gate_up_.codes, stacked, hidden),
-        .gate_up_scales = scales(gate_up_.scales, stacked, hidden),
-        .down_codes = codes(down_.codes, hidden, ffn),
-        .down_scales = scales(down_.scales, hidden, ffn),
-        .gate_up_transposed_codes = codes(gate_up_.transposed_codes, hidden, stacked),
-        .gate_up_transposed_scales = scales(gate_up_.transposed_scales, hidden, stacked),
-        .down_transposed_codes = codes(down_.transposed_codes, ffn, hidden),
-        .down_transposed_scales = scales(down_.transposed_scales, ffn, hidden)};
+    const int64_t hidden = model.hidden, ffn = model.ffn;
+    auto next = buffers_.begin();
+    const auto made = epx::moe::fp8_tensors(hidden, ffn, [&](epx_dtype dtype, int64_t rows, int64_t columns) {
+      Array<uint8_t>& buffer = *next++;
+      const int64_t element_bytes = dtype == EPX_FLOAT32 ? sizeof(float) : 1;
+      buffer.resize(count * rows * columns * element_bytes);
+      return epx::Tensor(buffer.data(), dtype, {count, rows, columns});
+    });
     epx::moe::quantise_params({.cuda = cuda,
                                .format = epx::RowFormat(EPX_SCALING_BLOCK128),
-                               .gate_up_weight = {gate_up, EPX_FLOAT32, {count, stacked, hidden}},
+                               .gate_up_weight = {gate_up, EPX_FLOAT32, {count, 2 * ffn, hidden}},
                                .down_weight = {down, EPX_FLOAT32, {count, hidden, ffn}},
                                .fp8_params = made});
     return made;
   }
 
 private:
-  struct Weight {
-    explicit Weight(Device& device) : codes(device), transposed_codes(device), scales(device), transposed_scales(device) {}
+  static constexpr int kNumTensors = 8; // of epx_moe_fp8_params
 
-    Array<uint8_t> codes, transposed_codes;
-    Array<float> scales, transposed_scales;
-  };
-  static constexpr int64_t kBlock = 128;
-
-  Weight gate_up_, down_;
+  std::vector<Array<uint8_t>> buffers_;
 };
 
 class EpxLayer final : public MoeLayer {

@@ -290,6 +290,26 @@ struct Fp8Tensors {
 };
 using Fp8Params = Fp8Tensors<ConstTensor>;
 
+// The tensors of both orientations for experts with these sizes. tensor_of(dtype, rows, columns) returns a Tensor or a
+// ConstTensor [E_l, rows, columns] on memory of the caller.
+template <typename TensorOf>
+auto fp8_tensors(int64_t hidden_dim, int64_t ffn_dim, TensorOf&& tensor_of) {
+  constexpr int64_t kBlock = 128; // rows and columns of a weight that have a scale in common
+  const auto codes = [&](int64_t rows, int64_t columns) { return tensor_of(EPX_FLOAT8_E4M3, rows, columns); };
+  const auto scales = [&](int64_t rows, int64_t columns) {
+    return tensor_of(EPX_FLOAT32, rows / kBlock, columns / kBlock);
+  };
+  const int64_t stacked = 2 * ffn_dim;
+  return Fp8Tensors<decltype(codes(stacked, hidden_dim))>{.gate_up_codes = codes(stacked, hidden_dim),
+                                                          .gate_up_scales = scales(stacked, hidden_dim),
+                                                          .down_codes = codes(hidden_dim, ffn_dim),
+                                                          .down_scales = scales(hidden_dim, ffn_dim),
+                                                          .gate_up_transposed_codes = codes(hidden_dim, stacked),
+                                                          .gate_up_transposed_scales = scales(hidden_dim, stacked),
+                                                          .down_transposed_codes = codes(ffn_dim, hidden_dim),
+                                                          .down_transposed_scales = scales(ffn_dim, hidden_dim)};
+}
+
 struct QuantiseParamsArgs {
   const epx_moe_cuda* cuda = nullptr;
   RowFormat format = {}; // scaling and amax_floor

@@ -390,16 +390,10 @@ TEST_CASE("epx_moe.hpp: the FFN in FP8 forward and backward") {
   std::vector<uint8_t> codes(2 * kSize * kSize, one), rows(kRows * kSize, one);
   const std::vector<float> scales(2, 1.0F / kSize), row_scales(kRows, 1.0F), weights(kRows, 2.0F);
   const std::vector<int32_t> counts = {1}, offsets = {0, 16};
-  const auto codes_of = [&](int64_t r, int64_t c) { return epx::ConstTensor(codes.data(), EPX_FLOAT8_E4M3, {1, r, c}); };
-  const auto scales_of = [&](int64_t r, int64_t c) { return epx::ConstTensor(scales.data(), EPX_FLOAT32, {1, r, c}); };
-  const moe::Fp8Params params = {.gate_up_codes = codes_of(2 * kSize, kSize),
-                                 .gate_up_scales = scales_of(2, 1),
-                                 .down_codes = codes_of(kSize, kSize),
-                                 .down_scales = scales_of(1, 1),
-                                 .gate_up_transposed_codes = codes_of(kSize, 2 * kSize),
-                                 .gate_up_transposed_scales = scales_of(1, 2),
-                                 .down_transposed_codes = codes_of(kSize, kSize),
-                                 .down_transposed_scales = scales_of(1, 1)};
+  const moe::Fp8Params params = moe::fp8_tensors(kSize, kSize, [&](epx_dtype dtype, int64_t r, int64_t c) {
+    const void* const data = dtype == EPX_FLOAT32 ? static_cast<const void*>(scales.data()) : codes.data();
+    return epx::ConstTensor(data, dtype, {1, r, c});
+  });
   std::vector<float> out(kRows * kSize, -1.0F), pre_act(kRows * 2 * kSize), grad_recv(kRows * kSize), grad_weights(kRows),
       grad_gate_up(2 * kSize * kSize, -1.0F), grad_down(kSize * kSize, -1.0F);
   const epx::ConstTensor tokens(rows.data(), EPX_FLOAT8_E4M3, {kRows, kSize});
