@@ -69,8 +69,7 @@ inline Fp8Params quantised_params(const FfnParams<float>& params) {
                    .down_scales = scales(hidden, ffn),
                    .gate_up_transposed_scales = scales(hidden, stacked),
                    .down_transposed_scales = scales(ffn, hidden)};
-  epx_row_format format;
-  require_ok(epx_row_format_init(&format, EPX_SCALING_BLOCK128), "epx_row_format_init");
+  const epx_row_format format = format_of(EPX_SCALING_BLOCK128);
   const epx_moe_fp8_params view = fp8.view();
   const epx_moe_quantise_params_args args = {sizeof(args), place_of_call(), &format, gate_up.get(), down.get(), &view};
   require_ok(epx_moe_quantise_params(&args), "epx_moe_quantise_params");

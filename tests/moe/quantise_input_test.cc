@@ -10,12 +10,6 @@
 namespace epx::test {
 namespace {
 
-epx_row_format format_of(epx_scaling scaling) {
-  epx_row_format format;
-  require_ok(epx_row_format_init(&format, scaling), "epx_row_format_init");
-  return format;
-}
-
 struct Bytes : Argument<uint8_t> {
   Bytes(epx_dtype of, Tensor<uint8_t> tensor) : Argument(std::move(tensor)) { dtype = of; }
 };

@@ -55,8 +55,7 @@ struct QuantiseFormat {
   epx_scale_layout layout = EPX_SCALES_ROWS;
 
   epx_row_format get() const {
-    epx_row_format format;
-    require_ok(epx_row_format_init(&format, scaling), "epx_row_format_init");
+    epx_row_format format = format_of(scaling);
     format.amax_floor = amax_floor;
     format.scale_layout = layout;
     return format;

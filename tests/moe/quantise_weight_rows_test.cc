@@ -21,8 +21,7 @@ struct WeightRowsFormat {
   epx_dtype scales() const { return is_nv() ? EPX_FLOAT8_E4M3 : EPX_FLOAT8_E8M0; }
 
   epx_row_format get() const {
-    epx_row_format format;
-    require_ok(epx_row_format_init(&format, scaling), "epx_row_format_init");
+    epx_row_format format = format_of(scaling);
     format.dtype = codes;
     format.scale_layout = layout;
     return format;
@@ -232,9 +231,7 @@ TEST_CASE("bad arguments of epx_moe_quantise_weights with MX and NV are refused"
       {Mx::run,
        [](Mx& c) { c.args.transposed_row_scales = &c.transposed_row_scales; },
        {"transposed_row_scales is given", "mx", "NULL"}},
-      {Mx::run,
-       [](Mx& c) { require_ok(epx_row_format_init(&c.format, EPX_SCALING_BLOCK128), "epx_row_format_init"); },
-       {"scales", "float8_e8m0", "float32"}},
+      {Mx::run, [](Mx& c) { c.format = format_of(EPX_SCALING_BLOCK128); }, {"scales", "float8_e8m0", "float32"}},
   });
   check_refused<Nv>({
       {Nv::run, [](Nv& c) { c.format.dtype = EPX_FLOAT8_E4M3; }, {"format", "float8_e4m3", "nv"}},

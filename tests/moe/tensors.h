@@ -176,6 +176,13 @@ Tensor<T> slice_rows(const Tensor<T>& tensor, int64_t first, int64_t rows) {
 // Throws the sentence of the library, which works on any thread, since doctest and run_threads both report it.
 void require_ok(epx_status status, const char* call);
 
+// The format of a scaling as epx_row_format_init() makes it.
+inline epx_row_format format_of(epx_scaling scaling) {
+  epx_row_format format;
+  require_ok(epx_row_format_init(&format, scaling), "epx_row_format_init");
+  return format;
+}
+
 // Returns what is wrong with a refusal: "" when the call returned EPX_ERROR_INVALID_ARGUMENT and its sentence has each of the
 // words. A sentence has "a|b" when it has a or b.
 std::string not_refused(epx_status status, const std::vector<std::string>& words);
