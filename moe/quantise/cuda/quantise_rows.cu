@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to E4M3. A block of threads loads one tile after the other, and quantises it: quantise_tile.cuh.
+// Rows to E4M3. A block of threads loads one tile after the other, and quantises it (quantise_tile.cuh).
 #include "base/device/kernel_addresses.h"
 #include "base/device/launch.h"
 #include "moe/cuda/elements.cuh"
@@ -11,21 +11,29 @@ namespace epx::moe::cuda {
 namespace {
 
 template <typename T>
+__device__ void load(const QuantiseRows& call, const Tile& tile, TileElements<T>& elements) {
+  const RowBlock& block = tile.block;
+  const int64_t hidden = call.matrix.num_columns;
+  elements.load(static_cast<const T*>(call.rows) + block.first_row * hidden + int64_t{tile.place} * kTile, hidden,
+                block.num_rows);
+  if constexpr (std::is_same_v<T, formats::E4M3>) {
+    const int i = warp_of_tile() * kWarpRows + lane() % kWarpRows;
+    const ScaleLayout& layout = call.scale_layout;
+    elements.set_scale(i < block.num_rows ? call.scales[layout.offset(block.first_row + i, tile.place) / layout.scale_bytes]
+                                          : 0.0f);
+  }
+}
+
+template <typename T>
 __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
     quantise_rows_kernel(const __grid_constant__ QuantiseRows call) {
   __shared__ QuantiseTileMemory shared;
-  const int64_t hidden = call.matrix.num_columns;
-  for_each_tile(call.zones, hidden, [&](int64_t index, int64_t place, const RowBlock& block) {
+  Tiles tiles(call.zones, call.matrix.num_columns);
+  for (Tile tile; tiles.next(tile);) {
     TileElements<T> elements;
-    elements.load(static_cast<const T*>(call.rows) + block.first_row * hidden + place * kTile, hidden, block.num_rows);
-    if constexpr (std::is_same_v<T, formats::E4M3>) {
-      const int i = warp_of_tile() * kWarpRows + lane() % kWarpRows;
-      const ScaleLayout& layout = call.scale_layout;
-      elements.set_scale(i < block.num_rows ? call.scales[layout.offset(block.first_row + i, place) / layout.scale_bytes]
-                                            : 0.0f);
-    }
-    quantise_tile(elements, call.matrix, block, index, place, shared);
-  });
+    load(call, tile, elements);
+    quantise_tile(elements, call.matrix, tile, shared);
+  }
 }
 
 template <typename T>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block of threads quantises a tile whose elements it has in registers: the rows of a block of a zone, 128 columns wide.
+// A block of threads quantises a tile: the rows of a block of a zone, 128 columns wide. Each thread has its elements in registers
+// (TileElements) or in shared memory (StagedElements).
 //
 //   warps   what they do                                                          what they wait for
 //   all     find the maxima of their 8 rows, store codes and scales of rows,      nothing
@@ -39,8 +40,8 @@ struct Maxima {
   uint32_t columns[kLaneColumns];
   uint32_t row; // lane() % kWarpRows
 };
-template <typename T, typename MagnitudeOf>
-__device__ Maxima maxima_of(const TileElements<T>& elements, const MagnitudeOf& magnitude_of) {
+template <typename Elements, typename MagnitudeOf>
+__device__ Maxima maxima_of(const Elements& elements, const MagnitudeOf& magnitude_of) {
   Maxima maxima{};
   elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
     uint32_t of_row = 0;
@@ -56,11 +57,12 @@ __device__ Maxima maxima_of(const TileElements<T>& elements, const MagnitudeOf& 
   return maxima;
 }
 
-// Quantises columns [place * kTile, (place + 1) * kTile) of the block whose column_scales are row `index`. All threads of the block
-// call this; the next call may follow at once.
-template <typename T>
-__device__ inline void quantise_tile(const TileElements<T>& elements, const QuantisedMatrix& matrix, const RowBlock& block,
-                                     int64_t index, int64_t place, QuantiseTileMemory& shared) {
+// Quantises a tile of the matrix. All threads of the block call this; the next call may follow at once.
+template <typename Elements>
+__device__ inline void quantise_tile(const Elements& elements, const QuantisedMatrix& matrix, const Tile& tile,
+                                     QuantiseTileMemory& shared) {
+  const RowBlock& block = tile.block;
+  const int64_t place = tile.place;
   const int own_written = block.num_written - warp_of_tile() * kWarpRows; // rows of the warp
   const int64_t first = block.first_row * matrix.num_columns + place * kTile;
   Maxima maxima = maxima_of(elements, [](float x) { return formats::bits_of(x) & formats::kMagnitudeBits; });
@@ -90,7 +92,8 @@ __device__ inline void quantise_tile(const TileElements<T>& elements, const Quan
       of_column = max(of_column, reinterpret_cast<const uint32_t*>(shared.warp_maxima[warp])[threadIdx.x]);
     const auto scale = formats::scale_block(matrix.column_format(), formats::float_of(of_column), true, 1.0f);
     reinterpret_cast<float*>(shared.multipliers)[threadIdx.x] = scale.multiplier;
-    matrix.column_scales[index * matrix.num_columns + place * kTile + threadIdx.x] = formats::float_of(scale.stored);
+    matrix.column_scales[int64_t{tile.index} * matrix.num_columns + place * kTile + threadIdx.x] =
+        formats::float_of(scale.stored);
   }
   __syncthreads(); // the multipliers are there, and the maxima have been read
   const float4 own = shared.multipliers[lane()];

@@ -24,20 +24,22 @@ struct RowBlock {
   int num_written; // with the pads of the zone that complete the block
 
   // Finds the block whose scales are row `index` of column_scales, or returns false if there is none. Offsets that do not ascend
-  // give some block of their zones, or none.
+  // give some block of their zones, or none. All lanes of a warp call this.
   __device__ bool find(const RowZones& zones, int64_t index) {
     Zone zone{0, zones.num_rows};
     int64_t end = zones.num_rows;
-    int low = 0;
+    int expert = 0;
     if (zones.are_given) {
-      for (int high = zones.num_zones; high - low > 1;) {
-        const int middle = (low + high) / 2;
-        (first_zone_block(zones.offsets[middle], middle) <= index ? low : high) = middle;
+      int begun = 0; // zones whose first block is not behind this one
+      for (int first = 0; first < zones.num_zones; first += kWarp) {
+        const int at = first + lane();
+        begun += __popc(__ballot_sync(~0u, at < zones.num_zones && first_zone_block(zones.offsets[at], at) <= index));
       }
-      zone = zone_of(device_zones(zones), low);
-      end = min(zones.offsets[low + 1], zones.num_rows);
+      expert = max(begun - 1, 0);
+      zone = zone_of(device_zones(zones), expert);
+      end = min(zones.offsets[expert + 1], zones.num_rows);
     }
-    const int64_t at = (index - first_zone_block(zone.first_row, low)) * kTile;
+    const int64_t at = (index - first_zone_block(zone.first_row, expert)) * kTile;
     if (at < 0 || at >= zone.num_rows) return false;
     first_row = zone.first_row + at;
     num_rows = static_cast<int>(min(zone.num_rows - at, int64_t{kTile}));
@@ -46,21 +48,47 @@ struct RowBlock {
   }
 };
 
+// kTile columns of a block of rows.
+struct Tile {
+  unsigned index; // of the row of column_scales
+  unsigned place; // of the tile in a row
+  RowBlock block;
+};
+
+// The tiles of a block of threads, one after the other.
+class Tiles {
+public:
+  __device__ Tiles(const RowZones& zones, int64_t num_columns)
+      : zones_(zones), tiles_per_row_(static_cast<unsigned>(num_columns / kTile)),
+        num_blocks_(static_cast<unsigned>(blocks_in_use(zones))), index_(blockIdx.x / tiles_per_row_),
+        place_(blockIdx.x % tiles_per_row_) {}
+
+  // Finds the next tile, or returns false. All lanes of a warp call this.
+  __device__ bool next(Tile& tile) {
+    while (index_ < num_blocks_) {
+      tile.index = index_;
+      tile.place = place_;
+      index_ += gridDim.x / tiles_per_row_;
+      place_ += gridDim.x % tiles_per_row_;
+      if (place_ >= tiles_per_row_) {
+        place_ -= tiles_per_row_;
+        ++index_;
+      }
+      if (tile.block.find(zones_, tile.index)) return true;
+    }
+    return false;
+  }
+
+private:
+  const RowZones& zones_;
+  unsigned tiles_per_row_;
+  unsigned num_blocks_; // of rows
+  unsigned index_, place_;
+};
+
 // Returns the tiles of zones of any values, for the size of a grid.
 inline int64_t most_tiles(const RowZones& zones, int64_t num_columns) {
   return num_zone_blocks(zones.num_rows, zones.num_zones) * (num_columns / kTile);
-}
-
-// Calls take(index of the block's column_scales, place of the tile in a row, block) for each tile of this block of threads.
-template <typename Take>
-__device__ void for_each_tile(const RowZones& zones, int64_t num_columns, const Take& take) {
-  const int64_t tiles_per_row = num_columns / kTile;
-  const int64_t num_items = blocks_in_use(zones) * tiles_per_row;
-#pragma unroll 1
-  for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-    RowBlock block;
-    if (block.find(zones, item / tiles_per_row)) take(item / tiles_per_row, item % tiles_per_row, block);
-  }
 }
 
 } // namespace epx::moe::cuda

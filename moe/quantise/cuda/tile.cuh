@@ -118,6 +118,28 @@ private:
   float own_scale_ = 0.0f;
 };
 
+// The elements of a tile in shared memory. A thread reads what it has put there itself, so nobody waits for another one.
+class StagedElements {
+public:
+  __device__ void set_row(int i, const float (&x)[kLaneColumns]) { rows_[i][threadIdx.x] = {x[0], x[1], x[2], x[3]}; }
+  __device__ void unpack(int i, float (&x)[kLaneColumns]) const {
+    const float4 row = rows_[i][threadIdx.x];
+    x[0] = row.x, x[1] = row.y, x[2] = row.z, x[3] = row.w;
+  }
+  template <typename Take>
+  __device__ void for_each_row(const Take& take) const {
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+      float x[kLaneColumns];
+      unpack(i, x);
+      take(i, x);
+    }
+  }
+
+private:
+  float4 rows_[kWarpRows][kTileThreads];
+};
+
 // The codes of a tile in shared memory, transposed. A thread stores the 8 bytes of one of its columns at a time: 16 neighbouring
 // lanes then meet 16 different chunks, so that no two of them share a bank.
 class TransposedTile {
