@@ -140,9 +140,9 @@ def remarks(case):
         if result.get("alone") and "failed" not in result:
             text += (f"\n\n{PROGRAM_NAMES[program]} was measured alone, after the others, since there was not memory enough "
                      "for all programs at a time.")
-        if result.get("candidates_us"):
-            tried = ", ".join(f"{name} rows {microseconds(us)} us" for name, us in result["candidates_us"].items())
-            text += f"\n\n{PROGRAM_NAMES[program]}: forward and backward {tried}, before the rounds; the faster was taken."
+        for layer, times_us in result.get("candidates_us", {}).items():
+            tried = ", ".join(f"{name} {microseconds(us)} us" for name, us in times_us.items())
+            text += f"\n\n{LAYER_NAMES[layer]}: forward and backward {tried}, before the rounds; the faster was taken."
     if case["shape"]["tokens"] <= FEW_TOKENS and pieces_of(case):
         text += f"\n\n{weights_read(case)}"
     return text

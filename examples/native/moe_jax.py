@@ -236,7 +236,7 @@ class Candidate:
 
 def capacities(variant, fullest):
     """Returns the capacities to try, by how they came about; the usual variant has none."""
-    return {f"padded to {pad}": -(-fullest // pad) * pad for pad in PAD_ROWS} if variant == "best" else {"": None}
+    return {f"padded to {pad} rows": -(-fullest // pad) * pad for pad in PAD_ROWS} if variant == "best" else {"": None}
 
 
 def fastest(candidates):
@@ -298,8 +298,8 @@ def main():
     if arguments.dump:
         dump(arguments, shape, candidate)
     versions = {"jax": jax.__version__} | version_of("jaxlib") | version_of("nvidia-nccl-cu13")
-    moe_measure.report(arguments.json, name, versions, shape, layers, candidates_us=times, capacity=candidate.capacity,
-                       fullest_expert_rows=fullest)
+    moe_measure.report(arguments.json, name, versions, shape, layers, candidates_us={name: times} if times else {},
+                       capacity=candidate.capacity, fullest_expert_rows=fullest)
     pacer.end()
 
 

@@ -105,7 +105,8 @@ class Tables(unittest.TestCase):
         results = copy.deepcopy(RESULTS)
         programs = results["cases"]["model-8-uniform"]["programs"]
         programs["torch"]["alone"] = True
-        programs["jax-best"] = {"layers": {}, "candidates_us": {"padded to 16": 1200.0, "padded to 128": 1100.0}}
+        programs["jax-best"] = {"layers": {}, "candidates_us": {
+            "jax-best": {"padded to 16 rows": 1200.0, "padded to 128 rows": 1100.0}}}
         text = tables.times(results)
         self.assertIn("PyTorch was measured alone, after the others", text)
         self.assertIn("JAX, best: forward and backward padded to 16 rows 1,200 us, padded to 128 rows 1,100 us", text)
