@@ -19,6 +19,13 @@ class Case:
         return "-".join((*self.model.replace(",", "").split(), str(self.tokens), self.routing.replace(":", "")))
 
     @property
+    def without_fp8(self):
+        """Returns why epx's experts in FP8 do not compute this layer, or nothing."""
+        if self.biases:
+            return "experts in FP8 have no biases"
+        return "experts in FP8 have H and F in multiples of 128" if self.hidden % 128 or self.ffn % 128 else None
+
+    @property
     def options(self):
         """Returns the options that ep_bench and the programs of examples/native share."""
         sizes = ("tokens", "hidden", "ffn", "experts", "top_k", "routing")
@@ -36,9 +43,10 @@ MODELS = [
 ]
 # The ranks of DeepSeek-V3 on so many GPUs have 64 experts each.
 PROXY_MODEL, PROXY_RANKS = "DeepSeek-V3, 64 experts a GPU", 4
-QUICK_CASES = [Case("quick", tokens, 128, 96, 8, 2, biases, routing)
+QUICK_CASES = [Case("quick", tokens, 256, 128, 8, 2, biases, routing)
                for tokens, biases, routing in ((64, False, "uniform"), (16, True, "zipf:1.2"))]
 CHECK = Case("check", 192, 256, 192, 16, 4, biases=True, routing="zipf:1.2")
+CHECKS = [CHECK, dataclasses.replace(CHECK, model="check-fp8", ffn=128, biases=False)]
 
 
 def proxies(ranks):

@@ -36,7 +36,7 @@ def parse():
     parser.add_argument("--ep-bench", default=programs.ROOT / "build/tools/ep_bench/ep_bench", type=pathlib.Path)
     parser.add_argument("--programs", default=",".join(programs.PROGRAMS), help="which of %(default)s")
     parser.add_argument("--cases", default="", help="parts of the names of the cases to measure, separated by commas; "
-                        "'none': only the check")
+                        "'none': only the checks")
     parser.add_argument("--no-check", action="store_true", help="do not compare outputs with the answer in float64")
     parser.add_argument("--iters", type=int, default=20, help="timed iterations of all rounds together")
     parser.add_argument("--rounds", type=int, default=4, help="rounds in which the programs take turns")
@@ -57,21 +57,21 @@ def parse():
     return arguments
 
 
-def check(runner, chosen, directory):
+def check(runner, chosen, case):
     """Returns how far each program's outputs are from the answer in float64."""
     import correctness  # numpy is needed from here on
 
-    case = cases.CHECK
-    with tempfile.TemporaryDirectory(dir=directory) as dump:
+    with tempfile.TemporaryDirectory(dir=runner.directory) as dump:
         results = runner.run(chosen, case, dump, timed=False)
         # On CPUs ep_bench computes in float32 on data that are not rounded, so its answer is another one.
-        layers = list(tables.LAYER_NAMES)
-        tensors = correctness.compare(case, runner.ranks, dump, layers[2:] if runner.cpu else layers, bf16=True)
-        if runner.cpu:
-            for tensor, entry in correctness.compare(case, runner.ranks, dump, layers[:2], bf16=False).items():
-                tensors[tensor]["layers"] |= entry["layers"]
-    failed = {program: result["failed"] for program, result in results.items() if "failed" in result}
-    return {"shape": dataclasses.asdict(case), "tensors": tensors, "failed": failed}
+        of_ep_bench = [layer for layer in tables.LAYER_NAMES if layer.startswith(("block", "native"))]
+        others = [layer for layer in tables.LAYER_NAMES if layer not in of_ep_bench]
+        tensors = correctness.compare(case, runner.ranks, dump, others, bf16=True)
+        for tensor, entry in correctness.compare(case, runner.ranks, dump, of_ep_bench, bf16=not runner.cpu).items():
+            tensors[tensor]["layers"] |= entry["layers"]
+    return {"shape": dataclasses.asdict(case), "tensors": tensors,
+            "programs": {program: {key: result[key] for key in ("failed", "left_out") if key in result}
+                         for program, result in results.items()}}
 
 
 def measure(runner, chosen, case):
@@ -111,7 +111,7 @@ def run(arguments):
         file.write_text(json.dumps(results, indent=1), encoding="utf-8")
 
     if not arguments.no_check:
-        results["check"] = check(runner, chosen, arguments.out)
+        results["checks"] = [check(runner, chosen, case) for case in cases.CHECKS]
         save()
     for case in cases.QUICK_CASES if arguments.quick else cases.all_cases(arguments.ranks):
         if not is_chosen(case, arguments.cases):
@@ -132,7 +132,7 @@ def main():
     arguments.out = arguments.out.resolve()
     if not arguments.write:
         results = run(arguments)
-        there = {"environment": True, "correctness": "check" in results}
+        there = {"environment": True, "correctness": "checks" in results}
         for part in tables.PARTS:
             if there.get(part, results["cases"]):
                 print(tables.PARTS[part](results), end="\n\n")

@@ -65,6 +65,8 @@ class Runner:
                 result = json.loads((self.directory / f"{session.name}.json").read_text(encoding="utf-8"))
                 results[program] = of_ep_bench(result) if program == "ep_bench" else result
                 results[program]["phases_s"] = session.phases_s
+                if program == "ep_bench" and case.without_fp8:
+                    results[program]["left_out"] = {"block-fp8": case.without_fp8}
         return results
 
     def common_options(self, case, output, dump, timed):
@@ -80,6 +82,8 @@ class Runner:
         command = [self.ep_bench, "--bootstrap", f"file:{rendezvous}", "--ranks", self.ranks, "--block", *options,
                    "--input-sets", 1]
         command += ["--transport", "host", "--dtype", "fp32"] if self.cpu else ["--transport", "nccl", "--dtype", "bf16"]
+        if not case.without_fp8:
+            command += ["--recipe", "fp8", "--alignment", 16]
         if timed and not self.cpu:
             command += ["--floor"] + (["--graph"] if case.tokens <= 256 else [])
         if not timed:

@@ -5,12 +5,15 @@ import re
 import cases
 
 LAYER_NAMES = {"block": "epx", "native": "C++ sendrecv", "torch-usual": "PyTorch, usual", "torch-best": "PyTorch, best",
-               "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
+               "jax-usual": "JAX, usual", "jax-best": "JAX, best", "block-fp8": "epx, FP8"}
+FP8_LAYERS = ("block-fp8",)
+GRAPH = " graph"  # after the name of a layer: its replays
 PROGRAM_NAMES = {"ep_bench": "epx and C++ sendrecv", "torch": "PyTorch", "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
 DIRECTIONS = ("fwd", "fwd+bwd")
 # A layer whose outputs differ from epx's by more, relative to the largest element, has no times; ep_bench --block allows the
 # native layer as much.
 LIMIT = 4e-2
+FP8_LIMIT = 0.2  # for layers in FP8, which differ by 0.05 to 0.1
 FEW_TOKENS = 256  # per rank; with so few the time is that of reading weights
 # The pieces of a block in the order in which they run, and where ep_bench reports them.
 FORWARD_PIECES = (("router", "block"), ("prepare", "operations"), ("dispatch", "operations"), ("ffn", "block"),
@@ -29,13 +32,18 @@ def differs(case, layer):
     return max(of_layer.values()) if of_layer else None
 
 
+def limit_of(layer):
+    return FP8_LIMIT if layer in FP8_LAYERS else LIMIT
+
+
 def is_wrong(case, layer):
     difference = differs(case, layer)
-    return difference is not None and not difference <= LIMIT
+    return difference is not None and not difference <= limit_of(layer)
 
 
 def lines_of(case):
-    """Returns {layer: {"fwd": line, "fwd+bwd": line}} of a case's programs; epx's graph replays are a layer of their own."""
+    """Returns {layer: {"fwd": line, "fwd+bwd": line}} of a case's programs, layers in FP8 last; epx's graph replays are
+    layers of their own."""
     layers = {}
     for program, result in case["programs"].items():
         if "failed" in result:
@@ -44,12 +52,16 @@ def lines_of(case):
             layers |= result["layers"]
             continue
         lines = result["block"]["lines"]
-        for layer in ("block", "native"):
-            if f"{layer} fwd" in lines:
-                layers[layer] = {name: lines[f"{layer} {name}"] for name in DIRECTIONS}
-        if "block fwd graph" in lines:
-            layers["block graph"] = {name: lines[f"block {name} graph"] for name in DIRECTIONS}
-    return {layer: lines for layer, lines in layers.items() if not is_wrong(case, layer)}
+        for graph in ("", GRAPH):
+            for layer in ("block", "native", "block-fp8"):
+                if f"{layer} fwd{graph}" in lines:
+                    layers[layer + graph] = {name: lines[f"{layer} {name}{graph}"] for name in DIRECTIONS}
+    right = [layer for layer in layers if not is_wrong(case, layer.removesuffix(GRAPH))]
+    return {layer: layers[layer] for layer in sorted(right, key=lambda layer: layer.removesuffix(GRAPH) in FP8_LAYERS)}
+
+
+def name_of(layer):
+    return f"{LAYER_NAMES[layer.removesuffix(GRAPH)]}{', graph replay' if layer.endswith(GRAPH) else ''}"
 
 
 def ordered(results):
@@ -108,7 +120,10 @@ def drift_between_rounds(results):
 
 
 def correctness(results):
-    check = results["check"]
+    return "\n\n".join(correctness_of(check) for check in results["checks"])
+
+
+def correctness_of(check):
     layers = [layer for layer in LAYER_NAMES if any(layer in entry["layers"] for entry in check["tensors"].values())]
     rows = []
     for tensor, entry in check["tensors"].items():
@@ -121,21 +136,24 @@ def correctness(results):
         rows.append(row)
     header = ["tensor", *(f"{LAYER_NAMES[layer]}" for layer in layers),
               *(f"{LAYER_NAMES[layer]} - epx" for layer in layers if layer != "block")]
-    return f"{table(header, rows)}{failures(check['failed'])}"
+    return f"{sizes_of(check['shape'])}:\n\n{table(header, rows)}{missing_rows(check['programs'])}"
 
 
-def failures(failed):
-    return "".join(f"\n\nNot in the table: {PROGRAM_NAMES[program]}, since {sentence}." for program, sentence in failed.items())
+def missing_rows(results):
+    """Returns a sentence for each program, and each of its layers, that has no results."""
+    why = {PROGRAM_NAMES[program]: result["failed"] for program, result in results.items() if "failed" in result}
+    why |= {PROGRAM_NAMES[program]: "the run left it out" for program in PROGRAM_NAMES if program not in results}
+    for result in results.values():
+        why |= {LAYER_NAMES[layer]: sentence for layer, sentence in result.get("left_out", {}).items()}
+    return "".join(f"\n\nNot in the table: {name}, since {sentence}." for name, sentence in why.items())
 
 
 def remarks(case):
     """Returns a sentence for each program that is not in a case's table, or of which the reader should know something."""
-    failed = {program: result["failed"] for program, result in case["programs"].items() if "failed" in result}
-    failed |= {program: "the run left it out" for program in PROGRAM_NAMES if program not in case["programs"]}
-    text = failures(failed)
+    text = missing_rows(case["programs"])
     for layer in filter(lambda layer: is_wrong(case, layer), case["differences"]):
         text += (f"\n\nNot in the table: {LAYER_NAMES[layer]}, since its outputs differ from epx's by "
-                 f"{differs(case, layer):.1e} of the largest element, and {LIMIT} is allowed.")
+                 f"{differs(case, layer):.1e} of the largest element, and {limit_of(layer)} is allowed.")
     for program, result in case["programs"].items():
         if result.get("alone") and "failed" not in result:
             text += (f"\n\n{PROGRAM_NAMES[program]} was measured alone, after the others, since there was not memory enough "
@@ -164,7 +182,7 @@ def times(results):
         block = layers.get("block")
         rows = []
         for layer, lines in layers.items():
-            row = ["epx, graph replay" if layer == "block graph" else LAYER_NAMES[layer]]
+            row = [name_of(layer)]
             for direction in DIRECTIONS:
                 line = lines[direction]
                 slower = line["median_us"] / block[direction]["median_us"] if block else None
@@ -182,14 +200,18 @@ def times(results):
 
 
 def title(shape):
-    return (f"{shape['model']}, {shape['tokens']} tokens per rank, {shape['routing']} (H {shape['hidden']}, F {shape['ffn']}, "
+    return f"{shape['model']}, {sizes_of(shape)}"
+
+
+def sizes_of(shape):
+    return (f"{shape['tokens']} tokens per rank, {shape['routing']} (H {shape['hidden']}, F {shape['ffn']}, "
             f"E {shape['experts']}, K {shape['top_k']}{', biases' if shape['biases'] else ''})")
 
 
 def fastest_framework(layers, direction):
-    """Returns the least time of any variant of PyTorch and JAX, or None."""
-    return min((lines[direction]["median_us"] for layer, lines in layers.items() if layer.startswith(("torch", "jax"))),
-               default=None)
+    """Returns the least time of any variant of PyTorch and JAX in bfloat16, or None."""
+    return min((lines[direction]["median_us"] for layer, lines in layers.items()
+                if layer.startswith(("torch", "jax")) and layer not in FP8_LAYERS), default=None)
 
 
 def proxy(results):
@@ -202,7 +224,8 @@ def proxy(results):
         layers, pieces = lines_of(measured), pieces_of(measured)
         if "block" not in layers or pieces is None:
             continue
-        block, native, graph = layers["block"], layers.get("native"), layers.get("block graph")
+        block, native, graph = layers["block"], layers.get("native"), layers.get(f"block{GRAPH}")
+        block_fp8 = layers.get("block-fp8")
         framework = {direction: fastest_framework(layers, direction) for direction in DIRECTIONS}
         ffn = sum(us for of_direction in pieces for name, us in of_direction if name.startswith("ffn"))
         if graph:
@@ -213,9 +236,11 @@ def proxy(results):
             f"{case.tokens} tokens, {case.routing}", microseconds(block["fwd"]["median_us"]),
             ratio(framework["fwd+bwd"] and framework["fwd+bwd"] / block["fwd+bwd"]["median_us"]),
             ratio(native and (native["fwd+bwd"]["median_us"] - ffn) / (block["fwd+bwd"]["median_us"] - ffn)),
-            ratio(framework["fwd"] and graph and framework["fwd"] / graph["fwd"]["median_us"])])
+            ratio(framework["fwd"] and graph and framework["fwd"] / graph["fwd"]["median_us"]),
+            ratio(framework["fwd+bwd"] and block_fp8 and framework["fwd+bwd"] / block_fp8["fwd+bwd"]["median_us"])])
     header = ["case", "forward us", "both: faster of PyTorch and JAX / epx", "both: (C++ sendrecv - ffn) / (epx - ffn)",
-              "forward: faster of PyTorch and JAX / epx, graph replay"]
+              "forward: faster of PyTorch and JAX / epx, graph replay",
+              "both: faster of PyTorch and JAX in bfloat16 / epx in FP8"]
     return table(header, rows) + remark
 
 

@@ -107,16 +107,22 @@ class Block(unittest.TestCase):
                                   "--programs", "ep_bench", "--ep-bench", self.ep_bench, "--out", name, "--iters", "2",
                                   "--rounds", "2", "--commit", "abc"], capture_output=True, text=True, timeout=LIMIT_S, check=True)
             results = json.loads((pathlib.Path(name) / "results.json").read_text(encoding="utf-8"))
-        self.assertEqual(results["check"]["failed"], {})
-        for tensor, entry in results["check"]["tensors"].items():
-            self.assertLess(entry["layers"]["block"]["from_reference"], WITHIN * entry["largest"], tensor)
+        left_out = {"block-fp8": "experts in FP8 have no biases"}
+        self.assertEqual([check["programs"] for check in results["checks"]],
+                         [{"ep_bench": {"left_out": left_out}}, {"ep_bench": {}}])
+        for check in results["checks"]:
+            for tensor, entry in check["tensors"].items():
+                self.assertLess(entry["layers"]["block"]["from_reference"], WITHIN * entry["largest"], tensor)
+                self.assertEqual("block-fp8" in entry["layers"], not check["shape"]["biases"])
         self.assertEqual(set(results["cases"]), {case.name for case in cases.QUICK_CASES})
         for case in results["cases"].values():
             self.assertTrue(all(difference < WITHIN for difference in case["differences"]["native"].values()))
+            self.assertEqual("block-fp8" in case["differences"], not case["shape"]["biases"])
             self.assertEqual(len(case["programs"]["ep_bench"]["block"]["lines"]["block fwd"]["rounds_us"]), 2)
         self.assertEqual(results["runs"][0]["commit"], "abc")
         self.assertEqual(set(results["runs"][0]["cases"]), set(results["cases"]))
         self.assertIn("Not in the table: PyTorch, since the run left it out.", run.stdout)
+        self.assertIn("| epx, FP8 |", run.stdout)
 
     def test_standard_input_that_ends(self):
         with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:

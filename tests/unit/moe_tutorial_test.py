@@ -23,6 +23,8 @@ def line(us, tflops=None, **more):
             "paused_quartiles_us": [2 * us, 2 * us + 1], "tflops": tflops} | more
 
 
+SHAPE = {"model": "model", "tokens": 8, "hidden": 4, "ffn": 3, "experts": 2, "top_k": 1, "biases": True,
+         "routing": "uniform"}
 RESULTS = {
     "machine": {"device": "a GPU", "driver": "1.2", "power_limit": "9 W"},
     "ranks": 2,
@@ -31,21 +33,29 @@ RESULTS = {
              {"date": "2000-01-01T05:06:07+00:00", "commit": "abc", "cases": [], "iters": 20, "rounds": 4, "pause_ms": 200},
              {"date": "2000-01-02T01:02:03+00:00", "commit": None, "cases": [], "iters": 1, "rounds": 1, "pause_ms": 0}],
     "versions": {"ep_bench": {"epx": "0.1.0", "NCCL": "3"}, "torch": {"torch": "2.0"}},
-    "check": {
-        "failed": {"jax-best": "python3 has no package jax"},
+    "checks": [{
+        "shape": SHAPE,
+        "programs": {"ep_bench": {"left_out": {"block-fp8": "experts in FP8 have no biases"}}, "torch": {},
+                     "jax-best": {"failed": "python3 has no package jax"}},
         "tensors": {"out": {"largest": 2.0, "layers": {"block": {"from_reference": 0.5, "from_block": 0.0},
                                                        "native": {"from_reference": 1.0, "from_block": 0.25}}}},
-    },
+    }, {
+        "shape": SHAPE | {"biases": False},
+        "programs": {"ep_bench": {}},
+        "tensors": {"grad_down": {"largest": 4.0, "layers": {"block-fp8": {"from_reference": 0.5, "from_block": 0.125}}}},
+    }],
     "cases": {"model-8-uniform": {
-        "shape": {"model": "model", "tokens": 8, "hidden": 4, "ffn": 3, "experts": 2, "top_k": 1, "biases": True,
-                  "routing": "uniform"},
-        "differences": {"native": {"out": 0.01, "grad_down": 0.005}, "torch-usual": {"out": 0.5}, "torch-best": {"out": 0.02}},
+        "shape": SHAPE,
+        "differences": {"native": {"out": 0.01, "grad_down": 0.005}, "torch-usual": {"out": 0.5},
+                        "torch-best": {"out": 0.02}, "block-fp8": {"out": 0.1}},
         "programs": {
             "ep_bench": {
                 "ranks": 2,
                 "block": {"lines": {"block fwd": line(10.0, 6.0, ratio=1.25, max_ratio=2.0), "block fwd+bwd": line(30.0, 6.0),
                                     "block fwd graph": line(5.0, 12.0), "block fwd+bwd graph": line(15.0, 12.0),
                                     "native fwd": line(20.0, 3.0), "native fwd+bwd": line(90.0, 2.0),
+                                    "block-fp8 fwd": line(8.0, 8.0), "block-fp8 fwd+bwd": line(20.0, 9.0),
+                                    "block-fp8 fwd graph": line(4.0, 16.0), "block-fp8 fwd+bwd graph": line(10.0, 18.0),
                                     "router": line(1.0), "ffn": line(6.0, 9.0), "ffn_bwd": line(12.0, 9.0),
                                     "router_bwd": line(2.0)}},
                 "operations": {"prepare": line(1.0), "dispatch": line(3.0), "combine": line(4.0), "combine_bwd": line(3.0),
@@ -80,6 +90,9 @@ class Tables(unittest.TestCase):
                          ["10.0 ± 1.5", "20.0 ± 0.5", "6", "1.00", "1.25", "2.00", "30.0 ± 1.5", "60.0 ± 0.5", "6", "1.00", "-",
                           "-", "-"])
         self.assertEqual(cells(text, "epx, graph replay")[3], "0.50")
+        self.assertEqual(cells(text, "epx, FP8")[3::9], ["0.80", "1.0e-01"])
+        self.assertEqual(cells(text, "epx, FP8, graph replay")[3], "0.40")
+        self.assertLess(text.index("| PyTorch, best |"), text.index("| epx, FP8 |"))
         self.assertIn("took 6.0 us; the weights of a rank's experts are 0.0 GB, which is 0.0 TB/s", text)
         self.assertEqual(cells(text, "C++ sendrecv")[3], "2.00")
         self.assertEqual(cells(text, "C++ sendrecv")[-1], "1.0e-02")
@@ -107,7 +120,9 @@ class Tables(unittest.TestCase):
         programs["torch"]["alone"] = True
         programs["jax-best"] = {"layers": {}, "candidates_us": {
             "jax-best": {"padded to 16 rows": 1200.0, "padded to 128 rows": 1100.0}}}
+        programs["ep_bench"]["left_out"] = {"block-fp8": "experts in FP8 have no biases"}
         text = tables.times(results)
+        self.assertIn("Not in the table: epx, FP8, since experts in FP8 have no biases.", text)
         self.assertIn("PyTorch was measured alone, after the others", text)
         self.assertIn("JAX, best: forward and backward padded to 16 rows 1,200 us, padded to 128 rows 1,100 us", text)
 
@@ -116,8 +131,16 @@ class Tables(unittest.TestCase):
         results["cases"]["model-8-uniform"]["differences"]["native"]["out"] = float("nan")
         self.assertNotIn("| C++ sendrecv |", tables.times(results))
 
+    def test_limit_of_layers_in_fp8(self):
+        results = copy.deepcopy(RESULTS)
+        results["cases"]["model-8-uniform"]["differences"]["block-fp8"]["out"] = 0.25
+        text = tables.times(results)
+        self.assertNotIn("| epx, FP8", text)  # nor its graph replays
+        self.assertIn("epx, FP8, since its outputs differ from epx's by 2.5e-01 of the largest element, and 0.2 is", text)
+
     def test_proxy(self):
-        self.assertEqual(cells(tables.proxy(as_proxy(RESULTS)), "4096 tokens, uniform"), ["10.0", "150.00", "6.00", "300.00"])
+        self.assertEqual(cells(tables.proxy(as_proxy(RESULTS)), "4096 tokens, uniform"),
+                         ["10.0", "150.00", "6.00", "300.00", "225.00"])
         self.assertIn("take 6.0 of the 5.0 us of epx's forward replay", tables.proxy(as_proxy(RESULTS)))
         self.assertEqual(len(tables.proxy(RESULTS).splitlines()), 2)
         self.assertEqual([case.experts for case in cases.proxies(2)], [128] * 3)
@@ -135,7 +158,12 @@ class Tables(unittest.TestCase):
     def test_correctness(self):
         text = tables.correctness(RESULTS)
         self.assertEqual(cells(text, "`out`"), ["2.5e-01", "5.0e-01", "1.2e-01"])
+        self.assertEqual(cells(text, "`grad_down`"), ["1.2e-01", "3.1e-02"])
         self.assertIn("no package jax", text)
+        self.assertIn("epx, FP8, since experts in FP8 have no biases.", text)
+        self.assertEqual([text_line for text_line in text.splitlines() if "tokens per rank" in text_line],
+                         ["8 tokens per rank, uniform (H 4, F 3, E 2, K 1, biases):",
+                          "8 tokens per rank, uniform (H 4, F 3, E 2, K 1):"])
 
     def test_program_that_failed(self):
         results = copy.deepcopy(RESULTS)
