@@ -10,7 +10,7 @@ moe_tutorial.py --out DIR --write             only writes docs/moe.md and docs/m
 
 All programs of a case are there at the same time and take turns on the GPUs: each measures one round, then the next one does.
 Afterwards their outputs at that shape are compared. A program that fails or is not there is left out of the tables with a
-sentence. Needs numpy, and PyTorch and JAX for theirs.
+sentence. Needs numpy, and PyTorch, torchao and JAX for theirs.
 """
 import argparse
 import dataclasses

@@ -5,8 +5,8 @@ import re
 import cases
 
 LAYER_NAMES = {"block": "epx", "native": "C++ sendrecv", "torch-usual": "PyTorch, usual", "torch-best": "PyTorch, best",
-               "jax-usual": "JAX, usual", "jax-best": "JAX, best", "block-fp8": "epx, FP8"}
-FP8_LAYERS = ("block-fp8",)
+               "jax-usual": "JAX, usual", "jax-best": "JAX, best", "block-fp8": "epx, FP8", "torch-fp8": "PyTorch, FP8"}
+FP8_LAYERS = ("block-fp8", "torch-fp8")
 GRAPH = " graph"  # after the name of a layer: its replays
 PROGRAM_NAMES = {"ep_bench": "epx and C++ sendrecv", "torch": "PyTorch", "jax-usual": "JAX, usual", "jax-best": "JAX, best"}
 DIRECTIONS = ("fwd", "fwd+bwd")
@@ -225,7 +225,7 @@ def proxy(results):
         if "block" not in layers or pieces is None:
             continue
         block, native, graph = layers["block"], layers.get("native"), layers.get(f"block{GRAPH}")
-        block_fp8 = layers.get("block-fp8")
+        block_fp8, torch_fp8 = (layers.get(layer) for layer in FP8_LAYERS)
         framework = {direction: fastest_framework(layers, direction) for direction in DIRECTIONS}
         ffn = sum(us for of_direction in pieces for name, us in of_direction if name.startswith("ffn"))
         if graph:
@@ -237,10 +237,11 @@ def proxy(results):
             ratio(framework["fwd+bwd"] and framework["fwd+bwd"] / block["fwd+bwd"]["median_us"]),
             ratio(native and (native["fwd+bwd"]["median_us"] - ffn) / (block["fwd+bwd"]["median_us"] - ffn)),
             ratio(framework["fwd"] and graph and framework["fwd"] / graph["fwd"]["median_us"]),
-            ratio(framework["fwd+bwd"] and block_fp8 and framework["fwd+bwd"] / block_fp8["fwd+bwd"]["median_us"])])
+            ratio(framework["fwd+bwd"] and block_fp8 and framework["fwd+bwd"] / block_fp8["fwd+bwd"]["median_us"]),
+            ratio(torch_fp8 and block_fp8 and torch_fp8["fwd+bwd"]["median_us"] / block_fp8["fwd+bwd"]["median_us"])])
     header = ["case", "forward us", "both: faster of PyTorch and JAX / epx", "both: (C++ sendrecv - ffn) / (epx - ffn)",
               "forward: faster of PyTorch and JAX / epx, graph replay",
-              "both: faster of PyTorch and JAX in bfloat16 / epx in FP8"]
+              "both: faster of PyTorch and JAX in bfloat16 / epx in FP8", "both: PyTorch in FP8 / epx in FP8"]
     return table(header, rows) + remark
 
 

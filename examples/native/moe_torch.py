@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """An MoE layer on PyTorch's collectives: all_to_all_single with uneven splits, and torch._grouped_mm for the experts.
 
-Two variants are measured. `torch-usual` permutes rows by indexing, as is usual; autograd makes a sorted scatter-add of its
+Three variants are measured. `torch-usual` permutes rows by indexing, as is usual; autograd makes a sorted scatter-add of its
 backward. `torch-best` permutes by index_select, whose backward it writes as index_select by the inverse permutation, counts
 without bincount, which waits for the device, has torch.compile fuse SwiGLU, and sums the gradients of biases by a product.
+`torch-fp8` has experts in FP8, without biases, and dispatches FP8 rows: moe_torch_fp8.py. On GPUs it needs torchao.
 
 One process for each GPU: mpirun -n 2 python3 moe_torch.py --json out.json; without GPUs (--device cpu) it runs on gloo, for
 correctness only. Rank 0 writes the times. See docs/moe.md for what is timed.
 """
 import argparse
+import dataclasses
 import datetime
+import functools
 import os
 import pathlib
 import tempfile
@@ -18,6 +21,7 @@ import time
 
 import moe_data
 import moe_measure
+import moe_torch_fp8
 import torch
 import torch.distributed as dist
 from torch.distributed.nn.functional import all_to_all_single
@@ -96,6 +100,19 @@ def swiglu(pre_act):
     return torch.nn.functional.silu(gate) * up
 
 
+@dataclasses.dataclass
+class Routing:
+    """What the logits select. A row is sent for each of the T * K routes, in the order of experts. Rows arrive in the order
+    of source ranks, then of experts."""
+    weights: torch.Tensor  # [T, K]
+    by_expert: torch.Tensor  # [T * K], the route of each row that is sent
+    by_route: torch.Tensor  # [T * K], the row of each route; None for `usual`
+    counts: torch.Tensor  # [P, E_l], rows from each rank for each expert of this one
+    counts_on_host: torch.Tensor
+    sends: list  # rows to each rank
+    receives: list  # rows from each rank
+
+
 class Layer:
     """The parameters of this rank's experts, and the layer."""
 
@@ -133,7 +150,8 @@ class Layer:
         result = self.grouped((self.fused_swiglu if is_best else swiglu)(pre_act), self.down, counts, offsets)
         return biased(result, self.down_bias, expert) if self.shape.biases else result
 
-    def forward(self, tokens, logits, is_best):
+    def route(self, logits, is_best):
+        """Returns the Routing; the host waits for the counts of all ranks."""
         shape = self.shape
         selected, topk_idx = torch.topk(logits, shape.top_k, dim=-1)
         weights = torch.softmax(selected, dim=-1)
@@ -148,31 +166,36 @@ class Layer:
         dist.all_gather_into_tensor(self.all_counts.view(-1), counts)
         all_counts = self.all_counts.cpu()  # the host waits: splits are a list of the host's
         first = shape.owned(self.rank)[0]
-        arriving = all_counts[:, first:first + self.num_local]  # [P, E_l]
+        arriving = all_counts[:, first:first + self.num_local]
         sends = torch.zeros(shape.ranks, dtype=torch.int64)
         sends.index_add_(0, self.rank_of_expert_on_host, all_counts[self.rank])
-        sends, receives = sends.tolist(), arriving.sum(1).tolist()
+        return Routing(weights, by_expert, inverse_of(by_expert) if is_best else None,
+                       self.all_counts[:, first:first + self.num_local], arriving, sends.tolist(), arriving.sum(1).tolist())
+
+    def forward(self, tokens, logits, is_best):
+        shape, routing = self.shape, self.route(logits, is_best)
+        by_expert, by_route, sends, receives = routing.by_expert, routing.by_route, routing.sends, routing.receives
         num_rows = sum(receives)
 
-        by_route = inverse_of(by_expert) if is_best else None
         rows = Expand.apply(tokens, by_expert, by_route, shape.top_k) if is_best else tokens[by_expert // shape.top_k]
         received = all_to_all_single(rows.new_empty((num_rows, shape.hidden)), rows, receives, sends)
-        on_device = self.all_counts[:, first:first + self.num_local]
         local_expert = torch.repeat_interleave(
-            torch.arange(self.num_local, device=self.device).repeat(shape.ranks), on_device.reshape(-1), output_size=num_rows)
+            torch.arange(self.num_local, device=self.device).repeat(shape.ranks), routing.counts.reshape(-1),
+            output_size=num_rows)
         by_local_expert = torch.argsort(local_expert, stable=True)
+        counts = routing.counts.sum(0)
         if is_best:
             by_arrival = inverse_of(by_local_expert)
-            result = self.experts(Permute.apply(received, by_local_expert, by_arrival), on_device.sum(0), True)
+            result = self.experts(Permute.apply(received, by_local_expert, by_arrival), counts, True)
             leaving = Permute.apply(result, by_arrival, by_local_expert)
         else:
-            result = self.experts(received[by_local_expert], on_device.sum(0), False)
+            result = self.experts(received[by_local_expert], counts, False)
             leaving = torch.empty_like(result).index_copy(0, by_local_expert, result)
-        returned = all_to_all_single(leaving.new_empty((routes.numel(), shape.hidden)), leaving, sends, receives)
+        returned = all_to_all_single(leaving.new_empty((by_expert.numel(), shape.hidden)), leaving, sends, receives)
 
         home = (Permute.apply(returned, by_route, by_expert) if is_best
                 else torch.empty_like(returned).index_copy(0, by_expert, returned))
-        return torch.einsum("tkh,tk->th", home.view(-1, shape.top_k, shape.hidden), weights.to(home.dtype))
+        return torch.einsum("tkh,tk->th", home.view(-1, shape.top_k, shape.hidden), routing.weights.to(home.dtype))
 
 
 def timed(run, iterations, device, pause_s=0.0):
@@ -234,43 +257,56 @@ def main():
     logits.requires_grad_()
     leaves = {"tokens": tokens, "logits": logits, **layer.parameters}
 
-    def forward(is_best):
+    def forward(variant):
         with torch.no_grad():
-            return layer.forward(tokens, logits, is_best)
+            return variant(tokens, logits)
 
-    def forward_backward(is_best):
+    def forward_backward(variant):
         for leaf in leaves.values():
             leaf.grad = None
-        out = layer.forward(tokens, logits, is_best)
+        out = variant(tokens, logits)
         out.backward(grad_out)
         return out
 
-    def lines(is_best):
-        return {"fwd": lambda iterations, pause_s: timed(lambda: forward(is_best), iterations, device, pause_s),
-                "fwd+bwd": lambda iterations, pause_s: timed(lambda: forward_backward(is_best), iterations, device, pause_s)}
+    def lines(variant):
+        return {"fwd": lambda iterations, pause_s: timed(lambda: forward(variant), iterations, device, pause_s),
+                "fwd+bwd": lambda iterations, pause_s: timed(lambda: forward_backward(variant), iterations, device,
+                                                             pause_s)}
 
-    variants = {"torch-usual": False, "torch-best": True}
-    for is_best in variants.values():
-        forward(is_best)
-        forward_backward(is_best)
+    variants = {"torch-usual": functools.partial(layer.forward, is_best=False),
+                "torch-best": functools.partial(layer.forward, is_best=True)}
+    versions, notes = {"torch": torch.__version__}, {}
+    without_fp8 = moe_torch_fp8.left_out(shape, device)
+    if without_fp8:
+        notes["left_out"] = {"torch-fp8": without_fp8}
+        if rank == 0:
+            print(f"torch-fp8 is left out, since {without_fp8}")
+    else:
+        fp8 = moe_torch_fp8.Fp8Layer(layer)
+        variants["torch-fp8"] = fp8.forward
+        notes["candidates_us"] = {"torch-fp8": fp8.take_fastest(
+            lambda: min(timed(lambda: forward_backward(fp8.forward), 3, device)))}
+        versions |= moe_torch_fp8.versions(device)
+    for variant in variants.values():
+        forward(variant)
+        forward_backward(variant)
     if arguments.device == "cuda":
         torch.cuda.synchronize()
     pacer.end()
-    layers = moe_measure.measure_in_rounds(arguments, pacer, {name: lines(is_best) for name, is_best in variants.items()},
+    layers = moe_measure.measure_in_rounds(arguments, pacer, {name: lines(variant) for name, variant in variants.items()},
                                            shape)
     pacer.begin()
-    for name, is_best in variants.items() if arguments.dump else ():
-        outputs = {"out": forward_backward(is_best)} | {f"grad_{key}": leaf.grad for key, leaf in leaves.items()}
+    for name, variant in variants.items() if arguments.dump else ():
+        outputs = {"out": forward_backward(variant)} | {f"grad_{key}": leaf.grad for key, leaf in leaves.items()}
         for tensor, value in outputs.items():
             rows = moe_measure.dumped_rows(shape, value.shape, arguments)
             if rows is not None:
                 value = value.reshape(-1, value.shape[-1])[torch.from_numpy(rows).to(device)]
             moe_data.dump(arguments.dump, name, rank, {tensor: value.detach().float().cpu().numpy()})
     if rank == 0:
-        versions = {"torch": torch.__version__}
         if arguments.device == "cuda":
             versions |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-        moe_measure.report(arguments.json, "torch", versions, shape, layers)
+        moe_measure.report(arguments.json, "torch", versions, shape, layers, **notes)
     dist.barrier()
     pacer.end()
     dist.destroy_process_group()

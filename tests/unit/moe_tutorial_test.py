@@ -35,7 +35,7 @@ RESULTS = {
     "versions": {"ep_bench": {"epx": "0.1.0", "NCCL": "3"}, "torch": {"torch": "2.0"}},
     "checks": [{
         "shape": SHAPE,
-        "programs": {"ep_bench": {"left_out": {"block-fp8": "experts in FP8 have no biases"}}, "torch": {},
+        "programs": {"ep_bench": {}, "torch": {"left_out": {"torch-fp8": "experts in FP8 have no biases"}},
                      "jax-best": {"failed": "python3 has no package jax"}},
         "tensors": {"out": {"largest": 2.0, "layers": {"block": {"from_reference": 0.5, "from_block": 0.0},
                                                        "native": {"from_reference": 1.0, "from_block": 0.25}}}},
@@ -47,7 +47,7 @@ RESULTS = {
     "cases": {"model-8-uniform": {
         "shape": SHAPE,
         "differences": {"native": {"out": 0.01, "grad_down": 0.005}, "torch-usual": {"out": 0.5},
-                        "torch-best": {"out": 0.02}, "block-fp8": {"out": 0.1}},
+                        "torch-best": {"out": 0.02}, "block-fp8": {"out": 0.1}, "torch-fp8": {"out": 0.125}},
         "programs": {
             "ep_bench": {
                 "ranks": 2,
@@ -61,7 +61,8 @@ RESULTS = {
                 "operations": {"prepare": line(1.0), "dispatch": line(3.0), "combine": line(4.0), "combine_bwd": line(3.0),
                                "dispatch_bwd": line(4.0)}},
             "torch": {"layers": {"torch-usual": {"fwd": line(2.0), "fwd+bwd": line(2.0)},
-                                 "torch-best": {"fwd": line(1500.0, 1.0), "fwd+bwd": line(4500.0, 1.0)}}},
+                                 "torch-best": {"fwd": line(1500.0, 1.0), "fwd+bwd": line(4500.0, 1.0)},
+                                 "torch-fp8": {"fwd": line(12.0, 5.0), "fwd+bwd": line(50.0, 4.0)}}},
             "jax-best": {"failed": "python3 has no package jax"}}}},
 }
 
@@ -92,6 +93,7 @@ class Tables(unittest.TestCase):
         self.assertEqual(cells(text, "epx, graph replay")[3], "0.50")
         self.assertEqual(cells(text, "epx, FP8")[3::9], ["0.80", "1.0e-01"])
         self.assertEqual(cells(text, "epx, FP8, graph replay")[3], "0.40")
+        self.assertEqual(cells(text, "PyTorch, FP8")[3], "1.20")
         self.assertLess(text.index("| PyTorch, best |"), text.index("| epx, FP8 |"))
         self.assertIn("took 6.0 us; the weights of a rank's experts are 0.0 GB, which is 0.0 TB/s", text)
         self.assertEqual(cells(text, "C++ sendrecv")[3], "2.00")
@@ -120,9 +122,9 @@ class Tables(unittest.TestCase):
         programs["torch"]["alone"] = True
         programs["jax-best"] = {"layers": {}, "candidates_us": {
             "jax-best": {"padded to 16 rows": 1200.0, "padded to 128 rows": 1100.0}}}
-        programs["ep_bench"]["left_out"] = {"block-fp8": "experts in FP8 have no biases"}
+        programs["torch"]["left_out"] = {"torch-fp8": "python3 has no package torchao"}
         text = tables.times(results)
-        self.assertIn("Not in the table: epx, FP8, since experts in FP8 have no biases.", text)
+        self.assertIn("Not in the table: PyTorch, FP8, since python3 has no package torchao.", text)
         self.assertIn("PyTorch was measured alone, after the others", text)
         self.assertIn("JAX, best: forward and backward padded to 16 rows 1,200 us, padded to 128 rows 1,100 us", text)
 
@@ -140,7 +142,7 @@ class Tables(unittest.TestCase):
 
     def test_proxy(self):
         self.assertEqual(cells(tables.proxy(as_proxy(RESULTS)), "4096 tokens, uniform"),
-                         ["10.0", "150.00", "6.00", "300.00", "225.00"])
+                         ["10.0", "150.00", "6.00", "300.00", "225.00", "2.50"])
         self.assertIn("take 6.0 of the 5.0 us of epx's forward replay", tables.proxy(as_proxy(RESULTS)))
         self.assertEqual(len(tables.proxy(RESULTS).splitlines()), 2)
         self.assertEqual([case.experts for case in cases.proxies(2)], [128] * 3)
@@ -160,7 +162,7 @@ class Tables(unittest.TestCase):
         self.assertEqual(cells(text, "`out`"), ["2.5e-01", "5.0e-01", "1.2e-01"])
         self.assertEqual(cells(text, "`grad_down`"), ["1.2e-01", "3.1e-02"])
         self.assertIn("no package jax", text)
-        self.assertIn("epx, FP8, since experts in FP8 have no biases.", text)
+        self.assertIn("PyTorch, FP8, since experts in FP8 have no biases.", text)
         self.assertEqual([text_line for text_line in text.splitlines() if "tokens per rank" in text_line],
                          ["8 tokens per rank, uniform (H 4, F 3, E 2, K 1, biases):",
                           "8 tokens per rank, uniform (H 4, F 3, E 2, K 1):"])
