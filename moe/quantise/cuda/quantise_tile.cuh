@@ -35,12 +35,12 @@ __device__ inline void store_row_scales(const QuantisedMatrix& matrix, const Row
     scales[layout.place_offset(fill)] = std::byte{0};
 }
 
-// The largest magnitudes of a thread's columns, and of a row of its warp.
+// The largest magnitudes of a thread's columns, and of a row of its warp where rows are wanted.
 struct Maxima {
   uint32_t columns[kLaneColumns];
   uint32_t row; // lane() % kWarpRows
 };
-template <typename Elements, typename MagnitudeOf>
+template <bool kWantsRows, typename Elements, typename MagnitudeOf>
 __device__ Maxima maxima_of(const Elements& elements, const MagnitudeOf& magnitude_of) {
   Maxima maxima{};
   elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
@@ -48,13 +48,19 @@ __device__ Maxima maxima_of(const Elements& elements, const MagnitudeOf& magnitu
 #pragma unroll
     for (int j = 0; j < kLaneColumns; ++j) {
       const uint32_t magnitude = magnitude_of(x[j]);
-      of_row = max(of_row, magnitude);
+      if constexpr (kWantsRows) of_row = max(of_row, magnitude);
       maxima.columns[j] = max(maxima.columns[j], magnitude);
     }
-    of_row = __reduce_max_sync(~0u, of_row);
-    if (lane() % kWarpRows == i) maxima.row = of_row;
+    if constexpr (kWantsRows) {
+      of_row = __reduce_max_sync(~0u, of_row);
+      if (lane() % kWarpRows == i) maxima.row = of_row;
+    }
   });
   return maxima;
+}
+template <typename Elements, typename MagnitudeOf>
+__device__ Maxima maxima_of(const Elements& elements, bool wants_rows, const MagnitudeOf& magnitude_of) {
+  return wants_rows ? maxima_of<true>(elements, magnitude_of) : maxima_of<false>(elements, magnitude_of);
 }
 
 // Quantises a tile of the matrix. All threads of the block call this; the next call may follow at once.
@@ -65,12 +71,13 @@ __device__ inline void quantise_tile(const Elements& elements, const QuantisedMa
   const int64_t place = tile.place;
   const int own_written = block.num_written - warp_of_tile() * kWarpRows; // rows of the warp
   const int64_t first = block.first_row * matrix.num_columns + place * kTile;
-  Maxima maxima = maxima_of(elements, [](float x) { return formats::bits_of(x) & formats::kMagnitudeBits; });
+  const bool wants_rows = matrix.row_codes != nullptr;
+  Maxima maxima = maxima_of(elements, wants_rows, [](float x) { return formats::bits_of(x) & formats::kMagnitudeBits; });
   const uint32_t largest = max(max(maxima.columns[0], maxima.columns[1]), max(maxima.columns[2], maxima.columns[3]));
   const bool is_finite = __all_sync(~0u, largest < formats::kInfinityBits ? 1 : 0) != 0; // all elements of the warp
-  if (!is_finite) maxima = maxima_of(elements, [](float x) { return magnitude_if_finite(x); });
+  if (!is_finite) maxima = maxima_of(elements, wants_rows, [](float x) { return magnitude_if_finite(x); });
 
-  if (matrix.row_codes != nullptr) {
+  if (wants_rows) {
     const auto scale = formats::scale_block(matrix.row_format, formats::float_of(maxima.row), true, 1.0f);
     uint8_t* const to = matrix.row_codes + first + warp_of_tile() * kWarpRows * matrix.num_columns + lane() * kLaneColumns;
     with_finiteness(is_finite, [&](auto all_finite) {

@@ -50,40 +50,43 @@ struct RowBlock {
 
 // kTile columns of a block of rows.
 struct Tile {
-  unsigned index; // of the row of column_scales
-  unsigned place; // of the tile in a row
+  unsigned index;     // of the row of column_scales
+  unsigned place = 0; // of the tile in a row
   RowBlock block;
 };
 
-// The tiles of a block of threads, one after the other.
+// The tiles of a block of threads, one after the other. They come in runs with the same rows: to find these takes a third of the
+// instructions that a tile takes.
 class Tiles {
 public:
   __device__ Tiles(const RowZones& zones, int64_t num_columns)
-      : zones_(zones), tiles_per_row_(static_cast<unsigned>(num_columns / kTile)),
-        num_blocks_(static_cast<unsigned>(blocks_in_use(zones))), index_(blockIdx.x / tiles_per_row_),
-        place_(blockIdx.x % tiles_per_row_) {}
+      : zones_(zones), tiles_of_row_(static_cast<unsigned>(num_columns / kTile)),
+        num_runs_(static_cast<unsigned>(blocks_in_use(zones)) * runs_of_row()), run_(blockIdx.x) {}
 
-  // Finds the next tile, or returns false. All lanes of a warp call this.
+  // Makes the tile, which this has made before, the next one, or returns false. All lanes of a warp call this.
   __device__ bool next(Tile& tile) {
-    while (index_ < num_blocks_) {
-      tile.index = index_;
-      tile.place = place_;
-      index_ += gridDim.x / tiles_per_row_;
-      place_ += gridDim.x % tiles_per_row_;
-      if (place_ >= tiles_per_row_) {
-        place_ -= tiles_per_row_;
-        ++index_;
-      }
-      if (tile.block.find(zones_, tile.index)) return true;
+    if (++tile.place < end_) return true;
+    for (; run_ < num_runs_; run_ += gridDim.x) {
+      tile.index = run_ / runs_of_row();
+      if (!tile.block.find(zones_, tile.index)) continue;
+      tile.place = run_ % runs_of_row() * kTilesOfRun;
+      end_ = min(tile.place + kTilesOfRun, tiles_of_row_);
+      run_ += gridDim.x;
+      return true;
     }
     return false;
   }
 
 private:
+  static constexpr unsigned kTilesOfRun = 4;
+
+  __device__ unsigned runs_of_row() const { return (tiles_of_row_ + kTilesOfRun - 1) / kTilesOfRun; }
+
   const RowZones& zones_;
-  unsigned tiles_per_row_;
-  unsigned num_blocks_; // of rows
-  unsigned index_, place_;
+  unsigned tiles_of_row_;
+  unsigned num_runs_;
+  unsigned run_;
+  unsigned end_ = 0; // of the places of the run
 };
 
 // Returns the tiles of zones of any values, for the size of a grid.
