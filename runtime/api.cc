@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/c_boundary.h"
 #include "base/deadline.h"
@@ -24,6 +25,7 @@
 #include "runtime/formats/format_arguments.h"
 #include "runtime/group.h"
 #include "runtime/group_guard.h"
+#include "runtime/layout/load.h"
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/slots.h"
@@ -316,6 +318,24 @@ epx_status epx_handle_mem_size(epx_group group, const epx_layer* layer, size_t* 
       require_pointer("epx_handle_mem_size", "bytes", bytes);
       require_layer(target.context(), *layer, "epx_handle_mem_size");
       *bytes = static_cast<size_t>(handle_mem_bytes(target.context().shape, target.context().window_access, layer->top_k));
+    });
+  });
+}
+
+epx_status epx_load_of_counts(epx_group group, const epx_layer* layer, int64_t zone_stride, const epx_tensor* global_counts,
+                              epx_load_report* report) {
+  constexpr const char* kName = "epx_load_of_counts";
+  return at_c_boundary([&] {
+    with_group(kName, group, [&](const Group& target) {
+      require_pointer(kName, "layer", layer);
+      require_pointer(kName, "global_counts", global_counts);
+      require_pointer(kName, "report", report);
+      const GroupContext& context = target.context();
+      const int alignment = require_layer(context, *layer, kName);
+      require_zone_stride(context, alignment, zone_stride, kName);
+      const std::vector<int64_t> counts = check_counts(context, *layer, *global_counts);
+      const ZoneRule zones = {usable_slots(context.shape.max_recv_tokens, alignment), alignment, zone_stride};
+      write_output(report, [&] { return load_of(counts, {context.shape.num_experts, context.shape.num_ranks}, zones); });
     });
   });
 }

@@ -324,13 +324,7 @@ std::byte* ArgumentChecker::recv_scales() {
 }
 
 int64_t ArgumentChecker::zone_stride(int64_t stride) const {
-  const GroupShape& shape = context_.shape;
-  const int64_t zones = (shape.num_experts + shape.num_ranks - 1) / shape.num_ranks; // of the rank that has the most
-  if (stride < 0 || stride > shape.max_recv_tokens / zones)
-    refuse("zone_stride is {}; it must be 0..{}, since {} zones of it have to fit max_recv_tokens_per_rank, {}", stride,
-           shape.max_recv_tokens / zones, zones, shape.max_recv_tokens);
-  if (stride % call_.alignment != 0)
-    refuse("zone_stride is {}; it must be a multiple of layer.alignment, {}", stride, call_.alignment);
+  require_zone_stride(context_, call_.alignment, stride, function_);
   return stride;
 }
 
@@ -401,6 +395,18 @@ int require_layer(const GroupContext& context, const epx_layer& layer, const cha
     fail(EPX_ERROR_INVALID_ARGUMENT, "{}: layer.alignment is {}; it must be 0..{} (max_alignment)", function,
          layer.alignment, context.shape.max_alignment);
   return effective_alignment(layer.alignment);
+}
+
+void require_zone_stride(const GroupContext& context, int alignment, int64_t stride, const char* function) {
+  const GroupShape& shape = context.shape;
+  const int64_t zones = (shape.num_experts + shape.num_ranks - 1) / shape.num_ranks; // of the rank that has the most
+  if (stride < 0 || stride > shape.max_recv_tokens / zones)
+    fail(EPX_ERROR_INVALID_ARGUMENT,
+         "{}: zone_stride is {}; it must be 0..{}, since {} zones of it have to fit max_recv_tokens_per_rank, {}", function,
+         stride, shape.max_recv_tokens / zones, zones, shape.max_recv_tokens);
+  if (stride % alignment != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{}: zone_stride is {}; it must be a multiple of layer.alignment, {}", function,
+         stride, alignment);
 }
 
 } // namespace epx

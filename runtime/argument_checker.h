@@ -166,4 +166,7 @@ private:
 // Returns the effective alignment. Throws when the layer does not fit the group.
 int require_layer(const GroupContext& context, const epx_layer& layer, const char* function);
 
+// Throws unless zones may be `stride` rows apart, or 0: behind each other. `alignment` is an effective one.
+void require_zone_stride(const GroupContext& context, int alignment, int64_t stride, const char* function);
+
 } // namespace epx

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/arguments.h"
 
+#include <string>
+
+#include <fmt/format.h>
+
 #include "base/error.h"
 #include "base/names.h"
 #include "runtime/argument_checker.h"
@@ -64,6 +68,32 @@ Call finish(const ArgumentChecker& checker, Call call) {
 }
 
 } // namespace
+
+std::vector<int64_t> check_counts(const GroupContext& context, const epx_layer& layer, const epx_tensor& global_counts) {
+  const GroupShape& shape = context.shape;
+  const auto refuse = [](const std::string& why) {
+    fail(EPX_ERROR_INVALID_ARGUMENT, "epx_load_of_counts: global_counts {}", why);
+  };
+  if (global_counts.dtype != EPX_INT32 && global_counts.dtype != EPX_INT64)
+    refuse(fmt::format("has dtype {} ({}); it must be {} or {}", static_cast<int>(global_counts.dtype),
+                       name_of(global_counts.dtype), name_of(EPX_INT32), name_of(EPX_INT64)));
+  if (global_counts.ndim != 2 || global_counts.sizes[0] != shape.num_ranks || global_counts.sizes[1] != shape.num_experts)
+    refuse(fmt::format("has {} dimensions, the first of {} and {} elements; it must be [P, E], here [{}, {}]",
+                       global_counts.ndim, global_counts.sizes[0], global_counts.sizes[1], shape.num_ranks,
+                       shape.num_experts));
+  if (global_counts.data == nullptr) refuse("has elements, but its data is NULL");
+  const int64_t most = int64_t{shape.max_tokens_per_rank} * layer.top_k;
+  std::vector<int64_t> counts(static_cast<size_t>(shape.num_ranks) * static_cast<size_t>(shape.num_experts));
+  for (size_t i = 0; i < counts.size(); ++i) {
+    counts[i] = global_counts.dtype == EPX_INT32 ? static_cast<const int32_t*>(global_counts.data)[i]
+                                                 : static_cast<const int64_t*>(global_counts.data)[i];
+    if (counts[i] < 0 || counts[i] > most)
+      refuse(fmt::format("has {} routes from rank {} to expert {}; there can be 0..{} (max_tokens_per_rank * top_k)",
+                         counts[i], i / static_cast<size_t>(shape.num_experts), i % static_cast<size_t>(shape.num_experts),
+                         most));
+  }
+  return counts;
+}
 
 void require_pointer(const char* function, const char* name, const void* pointer) {
   if (pointer == nullptr) fail(EPX_ERROR_INVALID_ARGUMENT, "{}: {} is NULL", function, name);

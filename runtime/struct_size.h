@@ -31,6 +31,8 @@ template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_memory_plan> = {"epx_memory_plan", 104};
 template <>
 inline constexpr GrowingStruct kGrowingStruct<epx_group_report> = {"epx_group_report", 1480};
+template <>
+inline constexpr GrowingStruct kGrowingStruct<epx_load_report> = {"epx_load_report", 48};
 #define EPX_GROWING_ARGS(NUMBER, name, first_bytes, ...)                                                                   \
   template <>                                                                                                              \
   inline constexpr GrowingStruct kGrowingStruct<epx_##name##_args> = {"epx_" #name "_args", first_bytes};

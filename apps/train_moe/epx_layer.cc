@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The MoE layer on epx has one block per layer, all of them on one group.
+#include <cmath>
 #include <exception>
 #include <optional>
 #include <vector>
@@ -45,7 +46,10 @@ private:
   Array<Bfloat16> copy_;
 };
 
-constexpr int kFp8ZoneAlignment = 16; // rows, of products in FP8
+// The rows that zones are padded to. Products in FP8 want 16.
+constexpr int zone_alignment(bool is_fp8) {
+  return is_fp8 ? 16 : 1;
+}
 
 // The parameters of a layer's experts in FP8.
 class QuantisedExperts {
@@ -100,8 +104,8 @@ public:
     if (is_fp8_) {
       config.recipe = options.recipe;
       config.weighting = EPX_MOE_WEIGHT_EARLY;
-      config.alignment = kFp8ZoneAlignment;
     }
+    config.alignment = zone_alignment(is_fp8_);
     block_ = epx::moe::Block(group_, config);
     global_counts_.resize(static_cast<size_t>(num_ranks_) * model_.experts);
     device_global_counts_.resize(std::ssize(global_counts_));
@@ -157,6 +161,11 @@ public:
     out_.write_back(grad_tokens);
   }
 
+  epx_load_report capacity_use() const override {
+    return group_.load_of_counts({.top_k = model_.top_k, .alignment = zone_alignment(is_fp8_)},
+                                 {global_counts_, {num_ranks_, model_.experts}});
+  }
+
   void require_no_device_errors() const override {
     if (device_.is_host()) return; // the calls have refused bad data
     const epx_moe_errors_report report = block_.errors();
@@ -190,16 +199,21 @@ private:
 
 } // namespace
 
-epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens) {
+epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens,
+                      double capacity_factor) {
   epx::GroupConfig config;
   config.num_experts = options.model.experts;
   config.max_tokens_per_rank = static_cast<int32_t>(max_tokens);
   config.hidden_dim = options.model.hidden;
   config.max_top_k = options.model.top_k;
-  config.max_alignment = options.recipe == EPX_MOE_RECIPE_WIDE ? 1 : kFp8ZoneAlignment;
+  config.max_alignment = zone_alignment(options.recipe != EPX_MOE_RECIPE_WIDE);
   config.max_token_dtype = as_epx(options.dtype);
   config.transport = device.is_host() ? EPX_TRANSPORT_HOST : EPX_TRANSPORT_NCCL; // the experts compute where it ends
-  config.combine_precision = EPX_COMBINE_EXACT;                                  // the same bits for every number of ranks
+  if (capacity_factor < world.size())                                            // else any routing has room
+    config.max_recv_tokens_per_rank =
+        static_cast<int64_t>(std::ceil(capacity_factor * static_cast<double>(max_tokens * options.model.top_k)));
+  if (options.on_overflow != OnOverflow::error) config.overflow = EPX_OVERFLOW_DROP;
+  config.combine_precision = EPX_COMBINE_EXACT; // the same bits for every number of ranks
   config.timeout_ms = options.timeout_ms;
   return {epx::bootstrap_mpi(world.comm(), std::chrono::milliseconds(options.timeout_ms)), config};
 }

@@ -52,7 +52,14 @@ void Job::train() {
   ProgressBar bar(world_.rank() == 0 && has_bar, done_ + 1, options_.steps);
   for (int64_t step = done_ + 1; step <= options_.steps; ++step) {
     const StepResult result = train_step(step);
-    write_line(log_.get(), {{"step", step}, {"loss", result.loss}, {"load", result.load}});
+    json line = {{"step", step}, {"loss", result.loss}, {"load", result.load}};
+    if (options_.capacity_factor > 0) {
+      line["required_capacity_factor"] = result.capacity.required_factor;
+      line["max_load_of_rank"] = result.capacity.max_load;
+      line["dropped_routes"] = result.capacity.dropped;
+      line["ran_again"] = result.capacity.ran_again;
+    }
+    write_line(log_.get(), line);
     bar.update(step, result.loss);
     if (routing_) routing_->write(step, trainers_[0]->model());
     const bool is_due = options_.checkpoint_every > 0 && step % options_.checkpoint_every == 0;

@@ -27,6 +27,7 @@ public:
   // Returns the experts of each layer, for the code that makes the layers.
   const std::vector<Experts>& experts() const { return experts_; }
   void set_layers(std::vector<std::unique_ptr<MoeLayer>> layers) { moe_ = std::move(layers); }
+  void swap_layers(std::vector<std::unique_ptr<MoeLayer>>& layers) { moe_.swap(layers); }
   const std::vector<std::unique_ptr<MoeLayer>>& layers() const { return moe_; }
 
   // Predicts the bytes of `text` at this rank's `positions`, and returns the summed loss of each chunk in nats. Collective.

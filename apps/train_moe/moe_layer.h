@@ -34,6 +34,9 @@ public:
   // those of all ranks' tokens; those of replicated ones are added to chunk_grads.
   virtual void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads& chunk_grads) = 0;
 
+  // How the routing of the last forward used the receive capacity: the same on all ranks. Zeros where there is none.
+  virtual epx_load_report capacity_use() const { return {}; }
+
   // Throws when the device has seen bad data in a call of this layer. Calls that it has not finished are not seen.
   virtual void require_no_device_errors() const {}
 
@@ -53,8 +56,10 @@ protected:
   int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
 };
 
-// Creates the group through which epx layers exchange their tokens, in memory of the device. Collective.
-epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens);
+// Creates the group through which epx layers exchange their tokens, in memory of the device. A rank has room for
+// capacity_factor * max_tokens * top_k rows; with a factor of 0 for any routing. Collective.
+epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens,
+                      double capacity_factor);
 void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
 // Returns which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.

@@ -22,6 +22,9 @@ const std::map<std::string, Exchange> kExchanges{
 const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
 const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
 
+const std::map<std::string, OnOverflow> kOnOverflow{
+    {"error", OnOverflow::error}, {"drop", OnOverflow::drop}, {"rerun", OnOverflow::rerun}};
+
 constexpr int kFp8Block = 128; // elements of H and F that have a scale in common
 
 const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
@@ -132,6 +135,16 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
          "gradients of rows), fp8 (those of weights too); --hidden and --ffn are then multiples of 128")
       ->check(CLI::IsMember(&recipes))
       ->capture_default_str();
+  const CLI::Option* const capacity =
+      app.add_option("--capacity-factor", options.capacity_factor,
+                     "rows that a rank has room for, over batch / ranks * top-k, with --exchange epx; without it, or with "
+                     "the number of ranks: any routing");
+  const CLI::Option* const on_overflow =
+      app.add_option("--on-overflow", options.on_overflow,
+                     "what a step does that needs more rows: error, drop (go on without them), rerun (the step, with room "
+                     "for any routing)")
+          ->transform(CLI::Transformer(kOnOverflow))
+          ->default_str("error");
   app.add_flag("--format-errors", options.measures_format_errors,
                "after training, write a JSON line with the relative error that each row format makes on the tokens of the "
                "last step, per layer");
@@ -190,6 +203,13 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   for (const auto& [name, size] : {std::pair{"--hidden", model.hidden}, {"--ffn", model.ffn}})
     if (is_fp8 && size % kFp8Block != 0)
       fail(kExitUsage, "{} is {}; with --recipe {} it must be a multiple of {}", name, size, recipe_name, kFp8Block);
+  if (capacity->count() > 0 && (!std::isfinite(options.capacity_factor) || options.capacity_factor <= 0))
+    fail(kExitUsage, "--capacity-factor is {}; it must be a positive number", options.capacity_factor);
+  if (capacity->count() > 0 && options.exchange != Exchange::epx)
+    fail(kExitUsage, "--capacity-factor is for --exchange epx; {} is given",
+         dense ? "--dense" : "--exchange " + exchange_name);
+  if (on_overflow->count() > 0 && capacity->count() == 0)
+    fail(kExitUsage, "--on-overflow is given without --capacity-factor; there is room for any routing");
   if (options.exchange != Exchange::epx && options.measures_format_errors)
     fail(kExitUsage, "--format-errors is for --exchange epx; {} is given",
          dense ? "--dense" : "--exchange " + exchange_name);

@@ -22,6 +22,13 @@ const char* name_of(Exchange exchange);
 
 enum class DeviceKind { host, cuda };
 
+// What a step does whose routes exceed the receive capacity.
+enum class OnOverflow {
+  error, // end the training
+  drop,  // go on without them
+  rerun  // run the step again with a capacity that has room for any routing
+};
+
 // Dtype is what the experts compute in, and what their tokens travel in; all else is float32.
 enum class Dtype { fp32, bf16 };
 
@@ -50,6 +57,8 @@ struct Options {
   Dtype dtype = Dtype::fp32;
   epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts
   epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE;               // which products of the experts are in FP8
+  double capacity_factor = 0; // receive rows of a rank over those of balanced routing; 0: room for any routing
+  OnOverflow on_overflow = OnOverflow::error;
   bool measures_format_errors = false;
   std::string checkpoint_file; // "" for none
   int checkpoint_every = 0;    // steps; 0: after the last one only

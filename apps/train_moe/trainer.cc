@@ -32,17 +32,26 @@ Trainer::Trainer(const World& world, Device& device, const Options& options, con
              exchange == Exchange::dense),
       chunk_grads_(device, parameters_) {
   parameters_.initialise(options.model.seed);
-  if (exchange == Exchange::epx) group_ = make_group(world, device, options, most_tokens(options.model, world.size()));
+  if (exchange == Exchange::epx) {
+    group_ = make_group(world, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
+    model_.set_layers(make_epx_layers(group_));
+    return;
+  }
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts()) {
-    if (exchange == Exchange::epx)
-      layers.push_back(make_epx_layer(group_, world, device, options, parameters_, experts));
-    else if (exchange == Exchange::alltoallv)
+    if (exchange == Exchange::alltoallv)
       layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
     else
       layers.push_back(make_dense_layer(world, options.model, options.aux_loss, parameters_, experts));
   }
   model_.set_layers(std::move(layers));
+}
+
+std::vector<std::unique_ptr<MoeLayer>> Trainer::make_epx_layers(epx::GroupView group) {
+  std::vector<std::unique_ptr<MoeLayer>> layers;
+  for (const Experts& experts : model_.experts())
+    layers.push_back(make_epx_layer(group, world_, device_, options_, parameters_, experts));
+  return layers;
 }
 
 StepResult Trainer::step(int64_t step) {
@@ -51,10 +60,11 @@ StepResult Trainer::step(int64_t step) {
   const std::vector<int64_t> positions = train_positions(text_, options_.model, step);
   const Chunks chunks(options_.model.batch, world_.rank(), world_.size());
   StepResult result;
-  result.loss = mean_loss(positions, chunks, "step", step);
+  result.loss = forward(positions, chunks, "step", step, result.capacity);
   model_.backward(chunk_grads_);
   const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
-  if (group_) require_no_events(group_); // a GPU has finished the backward by now
+  for (const epx::Group* const group : {&group_, &full_group_})
+    if (*group) require_no_events(*group); // a GPU has finished the backward by now
   for (const auto& layer : model_.layers())
     layer->require_no_device_errors();
   summed_grads_.resize(parameters_.replicated().size);
@@ -67,6 +77,7 @@ StepResult Trainer::step(int64_t step) {
   result.seconds = world_.slowest(seconds.count());
   for (const auto& layer : model_.layers())
     result.load.push_back(layer->load());
+  end_rerun(result.capacity);
   return result;
 }
 
@@ -86,10 +97,44 @@ double Trainer::held_out_loss() {
     const size_t size = std::min<size_t>(options_.model.batch, all.size() - first);
     const std::vector<int64_t> positions(all.begin() + first, all.begin() + first + size);
     const Chunks chunks(static_cast<int64_t>(size), world_.rank(), world_.size());
-    loss += mean_loss(positions, chunks, "held-out batch", static_cast<int64_t>(first / options_.model.batch) + 1) *
+    CapacityUse use;
+    loss += forward(positions, chunks, "held-out batch", static_cast<int64_t>(first / options_.model.batch) + 1, use) *
             static_cast<double>(size);
+    end_rerun(use);
   }
   return loss / static_cast<double>(all.size());
+}
+
+CapacityUse Trainer::capacity_use() const {
+  const auto balanced = static_cast<double>(most_tokens(options_.model, world_.size()) * options_.model.top_k);
+  CapacityUse use;
+  for (const auto& layer : model_.layers()) {
+    const epx_load_report load = layer->capacity_use();
+    if (load.routes == 0) continue;
+    use.dropped += load.dropped;
+    use.required_factor = std::max(use.required_factor, static_cast<double>(load.rows_needed) / balanced);
+    use.max_load = std::max(use.max_load, static_cast<double>(load.most_routes_of_rank * world_.size()) /
+                                              static_cast<double>(load.routes));
+  }
+  return use;
+}
+
+double Trainer::forward(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step,
+                        CapacityUse& use) {
+  const double loss = mean_loss(positions, chunks, when, step);
+  use = capacity_use();
+  use.ran_again = use.dropped > 0 && options_.on_overflow == OnOverflow::rerun; // on all ranks, or on none
+  if (!use.ran_again) return loss;
+  if (full_layers_.empty()) {
+    full_group_ = make_group(world_, device_, options_, most_tokens(options_.model, world_.size()), 0);
+    full_layers_ = make_epx_layers(full_group_);
+  }
+  model_.swap_layers(full_layers_);
+  return mean_loss(positions, chunks, when, step);
+}
+
+void Trainer::end_rerun(const CapacityUse& use) {
+  if (use.ran_again) model_.swap_layers(full_layers_);
 }
 
 double Trainer::mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t number) {

@@ -16,10 +16,19 @@
 
 namespace train {
 
+// How the routing of a forward used the receive capacity. All ranks have the same numbers.
+struct CapacityUse {
+  int64_t dropped = 0;        // routes, of all layers and ranks
+  double required_factor = 0; // the least --capacity-factor that drops nothing, over all layers
+  double max_load = 0;        // routes to the fullest rank over those of balanced routing, over all layers
+  bool ran_again = false;     // with room for any routing, so the loss is that of no drops
+};
+
 struct StepResult {
   double loss = 0;          // nats per byte, before the update
   double seconds = 0;       // of the slowest rank
   std::vector<double> load; // per layer
+  CapacityUse capacity;
 };
 
 class Trainer {
@@ -41,6 +50,14 @@ public:
   double held_out_loss();
 
 private:
+  std::vector<std::unique_ptr<MoeLayer>> make_epx_layers(epx::GroupView group);
+  CapacityUse capacity_use() const; // of the last forward
+
+  // Computes a forward and returns its loss. Where it drops routes and --on-overflow is rerun, it is computed again, by layers
+  // that have room for any routing. These stay the model's until end_rerun().
+  double forward(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step,
+                 CapacityUse& use);
+  void end_rerun(const CapacityUse& use);
   double mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step);
 
   const World& world_;
@@ -49,8 +66,10 @@ private:
   const Text& text_;
   Exchange exchange_;
   Parameters parameters_;
-  epx::Group group_; // empty when no layer is one of epx; outlives the blocks in model_
+  epx::Group group_;      // empty when no layer is one of epx; outlives the blocks in model_
+  epx::Group full_group_; // with room for any routing, once a step needed it
   Model model_;
+  std::vector<std::unique_ptr<MoeLayer>> full_layers_; // on full_group_
   ChunkGrads chunk_grads_;
   std::vector<float> chunk_grads_mirror_, summed_grads_; // memory of a step
 };

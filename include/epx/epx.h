@@ -774,6 +774,28 @@ typedef struct epx_prepare_args {
  * Pads are the rows from counts[e] to the next multiple of the alignment a; the zone's rows behind them are not touched. */
 EPX_API epx_status epx_prepare(epx_group group, const epx_prepare_args* args);
 
+/** How the routing of one prepare loads the ranks, as epx_load_of_counts() finds it: the same on all ranks. */
+typedef struct epx_load_report {
+  size_t struct_size;            /**< set by the caller: sizeof(epx_load_report) */
+  int64_t routes;                /**< of all ranks, before drops, without masked ones */
+  int64_t dropped;               /**< those that exceed the receive capacity of their ranks, or the zone_stride */
+  int64_t rows_needed;           /**< by the rank that needs most, pads included: with an R of as many nothing is dropped */
+  int64_t most_routes_of_rank;   /**< the routes to the rank with most of them; balanced: routes / P */
+  int64_t most_routes_of_expert; /**< the routes to the expert with most of them; balanced: routes / E */
+} epx_load_report;
+
+/** Tells from the counts that a prepare has exchanged what was dropped, on all ranks together, and what would have been
+ * needed. All ranks have the same counts, so they find the same without another exchange: where `dropped` is not 0, all may
+ * run the step again on a group with a larger max_recv_tokens_per_rank. rows_needed / (routes / P) is the least capacity
+ * factor that drops nothing.
+ *
+ * global_counts is [P, E] INT32 or INT64, as epx_prepare and epx_prepare_dispatch write it, in memory of the host: on GPUs
+ * copy it once the stream has come past the prepare. layer and zone_stride are those of the prepare. What a rank drops
+ * where N is too small, and what a group of several nodes drops beyond fixed_rail_tokens, is not in the counts. Local.
+ * Errors: INVALID_ARGUMENT, also for counts below 0. */
+EPX_API epx_status epx_load_of_counts(epx_group group, const epx_layer* layer, int64_t zone_stride,
+                                      const epx_tensor* global_counts, epx_load_report* report);
+
 /** What dispatch does to the pad rows of its zones. */
 typedef enum epx_pads EPX_ENUM_INT32 {
   EPX_PADS_ZERO = 0,     /**< they become zero, with their weights, sidecars and scales */

@@ -624,6 +624,16 @@ public:
     return bytes;
   }
 
+  // global_counts is [P, E] of a prepare, in memory of the host.
+  [[nodiscard]] epx_load_report load_of_counts(const Layer& layer, const ConstTensor& global_counts,
+                                               int64_t zone_stride = 0) const {
+    const epx_layer c_layer = layer;
+    epx_load_report report = {};
+    report.struct_size = sizeof(report);
+    require_success(epx_load_of_counts(group_, &c_layer, zone_stride, global_counts.get(), &report), "epx_load_of_counts");
+    return report;
+  }
+
   // Collective, as all that follow.
   [[nodiscard]] Memory mem_alloc(size_t bytes) const {
     void* data = nullptr;

@@ -11,7 +11,7 @@ from ._formats import RowFormat
 from ._library import libepx as _libepx, version_text as _version_text
 from ._structs import CombinePrecision, EventKind, Operation, Overflow, Pads, Phase, ScaleLayout, Scaling, Status, Transport
 from .errors import Error, EventError, GroupError, InvalidArgumentError, UnsupportedError
-from .group import Group, Plan, RankMajorPlan, memory_plan
+from .group import Group, Load, Plan, RankMajorPlan, memory_plan
 
 __version__ = _version_text(_libepx.epx_version())
 
@@ -23,6 +23,7 @@ __all__ = [
     "Group",
     "GroupError",
     "InvalidArgumentError",
+    "Load",
     "Operation",
     "Overflow",
     "Pads",

@@ -6,6 +6,22 @@ import dataclasses
 import numpy
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """How the routing of a prepare loads the ranks, and what it needs of the receive capacity: the same on all ranks.
+
+    routes: of all ranks.  dropped: those beyond a rank's receive capacity, or the zone_stride.  rows_needed: by the rank that
+    needs most, pads included; a max_recv_tokens_per_rank of as many drops nothing.  most_routes_of_rank, most_routes_of_expert:
+    balanced they are routes / P and routes / E.
+    """
+
+    routes: int
+    dropped: int
+    rows_needed: int
+    most_routes_of_rank: int
+    most_routes_of_expert: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What prepare() makes of top-k indices: the handle memory that the other four operations take, and what it says.

@@ -242,6 +242,18 @@ class MemoryPlan(ctypes.Structure):
     ]
 
 
+class LoadReport(ctypes.Structure):
+    _c_name_ = "epx_load_report"
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("routes", c_int64),
+        ("dropped", c_int64),
+        ("rows_needed", c_int64),
+        ("most_routes_of_rank", c_int64),
+        ("most_routes_of_expert", c_int64),
+    ]
+
+
 class GroupReport(ctypes.Structure):
     _c_name_ = "epx_group_report"
     _fields_ = [
@@ -347,6 +359,7 @@ STRUCTS = [
     GroupConfig,
     GroupInfo,
     MemoryPlan,
+    LoadReport,
     GroupReport,
     Layer,
     RowFormat,
@@ -381,4 +394,7 @@ epx_group_abort = _declare(libepx, "epx_group_abort", c_int32, GROUP)
 epx_group_query = _declare(libepx, "epx_group_query", c_int32, GROUP, POINTER(GroupInfo))
 epx_group_memory_plan = _declare(libepx, "epx_group_memory_plan", c_int32, POINTER(GroupConfig), c_int32, POINTER(MemoryPlan))
 epx_group_status = _declare(libepx, "epx_group_status", c_int32, GROUP, POINTER(GroupReport))
+epx_load_of_counts = _declare(
+    libepx, "epx_load_of_counts", c_int32, GROUP, POINTER(Layer), c_int64, POINTER(Tensor), POINTER(LoadReport)
+)
 epx_handle_mem_size = _declare(libepx, "epx_handle_mem_size", c_int32, GROUP, POINTER(Layer), POINTER(c_size_t))

@@ -6,6 +6,7 @@ rows of the receive arrays, R receive capacity in rows, M rows from each rank in
 """
 
 import ctypes
+import dataclasses
 import os
 import types
 import weakref
@@ -16,7 +17,7 @@ from . import _interrupt, _lifetime, _structs
 from ._config import make_config
 from ._formats import on_wire
 from ._group_base import GroupBase
-from ._plans import Plan, RankMajorPlan, read_only
+from ._plans import Load, Plan, RankMajorPlan, read_only
 from ._rows import Rows
 from ._structs import EventKind, Operation, Pads, RowSpacing, Status, known
 from ._tensors import aligned_bytes, output, tensor
@@ -174,6 +175,17 @@ class Group(GroupBase):
             raise_if_failed(_structs.epx_handle_mem_size(self.handle, self._layer(top_k, alignment), bytes_))
             size = self._handle_mem_bytes[top_k, alignment] = bytes_.value
         return size
+
+    def load_of_counts(self, global_counts, top_k, *, alignment=1, zone_stride=0) -> Load:
+        """What a prepare with these arguments drops, on all ranks together, and what it would have needed. All ranks find the
+        same without another exchange, so they can agree to run a step again. global_counts: [P, E] of the plan, int32 or
+        int64, in memory of the host."""
+        counts = tensor("global_counts", numpy.asarray(global_counts))
+        report = _structs.LoadReport(struct_size=_SIZE_OF[_structs.LoadReport])
+        layer = self._layer(top_k, alignment)
+        stride = integer("zone_stride", zone_stride)
+        raise_if_failed(_structs.epx_load_of_counts(self.handle, layer, stride, counts, report))
+        return Load(*(getattr(report, field.name) for field in dataclasses.fields(Load)))
 
     def prepare(
         self, topk_idx, *, alignment=1, counts_dtype=numpy.int32, with_slot=False, with_slot_origin=False, zone_stride=0

@@ -219,6 +219,13 @@ class Layer(unittest.TestCase):
             if dropped:
                 with self.assertRaisesRegex(epx.EventError, f"more routes than zone_stride, {stride}"):
                     group.check()
+            counts, kept = plan.global_counts, sum(each.sum() for each in wanted.counts)
+            load = group.load_of_counts(counts, plan.top_k, alignment=alignment, zone_stride=stride)
+            self.assertEqual((load.routes, load.dropped), (counts.sum(), counts.sum() - kept))
+            self.assertEqual(load.most_routes_of_expert, counts.sum(axis=0).max())
+            self.assertEqual(group.load_of_counts(counts, plan.top_k, alignment=alignment).dropped, 0)
+            with self.assertRaisesRegex(epx.InvalidArgumentError, rf"global_counts .*\[P, E\], here \[{RANKS}, {EXPERTS}\]"):
+                group.load_of_counts(counts[:, 1:].copy(), plan.top_k)
 
             wanted_rows, wanted_weights = wanted.scatter(tokens), wanted.scatter_weights(weights)
             expert_out = numpy.where(written[:, None], wanted_rows[RANK], numpy.nan)

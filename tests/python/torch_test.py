@@ -92,6 +92,8 @@ class Exchange(unittest.TestCase):
             self.assertEqual(dict(calls), {"prepare_dispatch": 1})
             for name in ("counts", "offsets", "global_counts", "info"):
                 torch.testing.assert_close(getattr(one, name), getattr(plan, name), rtol=0, atol=0)
+            load = group.load_of_counts(plan.global_counts, 2, alignment=8)
+            self.assertEqual((load.routes, load.dropped), (int(plan.global_counts.sum()), 0))
             torch.testing.assert_close([one_rows, one_weights], [rows, row_weights], rtol=0, atol=0)
             for words, call in {
                 "topk_idx has shape": lambda: epx.torch.prepare_dispatch(group, tokens[:0], idx.repeat(2, 1)[1:], num_rows=1),

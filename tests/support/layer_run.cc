@@ -152,6 +152,25 @@ public:
 
   size_t num_outputs() const { return 1 + outputs_.size(); } // with the handle memory
 
+  // The counts that all ranks have tell what the plans of all ranks say.
+  static void check_load(const GroupView& group, const Layer& layer, int64_t zone_stride, const Workload& work) {
+    const epx_load_report load =
+        group.load_of_counts(layer, {work.plan.global_counts, {work.group.num_ranks, work.group.num_experts}}, zone_stride);
+    int64_t routes = 0, dropped = 0, most = 0, rows = 0;
+    for (const reference::RankPlan& rank : work.plan.ranks) {
+      routes += rank.info[0];
+      dropped += rank.info[2];
+      most = std::max(most, rank.info[0]);
+      rows = std::max(rows, rank.info[4]);
+    }
+    check(load.routes == routes && load.most_routes_of_rank == most,
+          "epx_load_of_counts says {} routes, {} to a rank; {}, {}", load.routes, load.most_routes_of_rank, routes, most);
+    check(load.dropped == dropped, "epx_load_of_counts says that {} routes are dropped, the plans {}", load.dropped,
+          dropped);
+    check(zone_stride > 0 || load.rows_needed == rows, "epx_load_of_counts says that {} rows are needed, the plans {}",
+          load.rows_needed, rows);
+  }
+
   void check_outputs() const {
     for (size_t i = 0; i < outputs_.size(); ++i)
       check_integers(outputs_[i].name, outputs_[i].expected, buffers_.read_output(1 + i), outputs_[i].dtype);
@@ -242,6 +261,7 @@ void LayerRun::prepare(const Workload& work) {
   mismatch_ = useless_ = false;
   handle_ = buffers.read_output(0);
   tensors.check_outputs();
+  if (group_.shape().fixed_rail_tokens == 0) PlanTensors::check_load(group_.view(), epx_layer_, layer_.zone_stride, work);
   expect_after_prepare(work, EPX_OP_PREPARE);
   if (rng_.chance(50)) group_.check_status();
 }

@@ -83,6 +83,13 @@ AT(epx_memory_plan, gather_weight_bytes, 80);
 AT(epx_memory_plan, scratch_bytes, 88);
 AT(epx_memory_plan, handle_mem_bytes, 96);
 
+AT(epx_load_report, struct_size, 0);
+AT(epx_load_report, routes, 8);
+AT(epx_load_report, dropped, 16);
+AT(epx_load_report, rows_needed, 24);
+AT(epx_load_report, most_routes_of_rank, 32);
+AT(epx_load_report, most_routes_of_expert, 40);
+
 AT(epx_group_report, struct_size, 0);
 AT(epx_group_report, status, 8);
 AT(epx_group_report, operation, 12);
@@ -353,6 +360,7 @@ const struct {
   epx_status (*mem_register)(epx_group, void*, size_t);
   epx_status (*mem_free)(epx_group, void*);
   epx_status (*handle_mem_size)(epx_group, const epx_layer*, size_t*);
+  epx_status (*load_of_counts)(epx_group, const epx_layer*, int64_t, const epx_tensor*, epx_load_report*);
   epx_status (*prepare)(epx_group, const epx_prepare_args*);
   epx_status (*dispatch)(epx_group, const epx_dispatch_args*);
   epx_status (*prepare_dispatch)(epx_group, const epx_prepare_dispatch_args*);
@@ -383,6 +391,7 @@ const struct {
     .mem_register = epx_mem_register,
     .mem_free = epx_mem_free,
     .handle_mem_size = epx_handle_mem_size,
+    .load_of_counts = epx_load_of_counts,
     .prepare = epx_prepare,
     .dispatch = epx_dispatch,
     .prepare_dispatch = epx_prepare_dispatch,

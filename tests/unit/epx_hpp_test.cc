@@ -468,6 +468,43 @@ TEST_CASE("the five operations with designated initialisers") {
   });
 }
 
+TEST_CASE("the load of counts, and bad counts") {
+  epx::GroupConfig config = small_config();
+  config.max_recv_tokens_per_rank = 2;
+  with_group(
+      2,
+      [](epx::Group& group, int) {
+        std::vector<int32_t> counts(2 * kExperts);
+        counts[0] = kMaxTokens; // from rank 0 to the first expert, which is rank 0's
+        counts[kExperts + kExperts - 1] = 2;
+        const epx_load_report load = group.load_of_counts(kLayer, {counts, {2, kExperts}});
+        require(load.routes == kMaxTokens + 2 && load.most_routes_of_rank == kMaxTokens, "the routes");
+        require(load.dropped == kMaxTokens - 2, "what is dropped");
+        require(load.rows_needed == kMaxTokens && load.most_routes_of_expert == kMaxTokens, "what is needed");
+
+        const auto refused = [&](const epx::Layer& layer, const epx::ConstTensor& tensor, int64_t zone_stride,
+                                 const std::vector<std::string>& words) {
+          const epx::Error error = error_of([&] { static_cast<void>(group.load_of_counts(layer, tensor, zone_stride)); });
+          require(error.status() == EPX_ERROR_INVALID_ARGUMENT, "the status");
+          for (const std::string& word : words)
+            require(contains(error.what(), word), std::string(error.what()) + " lacks " + word);
+        };
+        const epx::ConstTensor good(counts, {2, kExperts});
+        refused({.top_k = 0}, good, 0, {"layer.top_k is 0"});
+        refused(kLayer, good, -1, {"zone_stride is -1"});
+        refused(kLayer, {}, 0, {"global_counts"});
+        refused(kLayer, {counts, {kExperts, 2}}, 0, {"global_counts", "[P, E]"});
+        refused(kLayer, {static_cast<const void*>(counts.data()), EPX_FLOAT32, {2, kExperts}}, 0,
+                {"global_counts", "float32"});
+        refused(kLayer, {static_cast<const void*>(nullptr), EPX_INT32, {2, kExperts}}, 0, {"global_counts", "NULL"});
+        counts[1] = -3;
+        refused(kLayer, good, 0, {"-3 routes from rank 0 to expert 1"});
+        counts[1] = kMaxTokens * kTopK + 1;
+        refused(kLayer, good, 0, {"max_tokens_per_rank * top_k"});
+      },
+      config);
+}
+
 TEST_CASE("the rank-major calls") {
   with_group(2, [](epx::Group& group, int) {
     constexpr int64_t kTokens = 3;

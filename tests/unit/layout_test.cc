@@ -13,6 +13,7 @@
 #include "runtime/config.h"
 #include "runtime/layout/handle_limits.h"
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/load.h"
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/rank_major.h"
@@ -463,4 +464,29 @@ TEST_CASE("agreement names the field, two ranks and their values") {
   configs[2].num_comm_sms = 5;
   configs[2].timeout_ms = 5;
   CHECK_NOTHROW(epx::require_agreement(configs, world_ranks)); // these may differ
+}
+
+TEST_CASE("the load of counts") {
+  // Two ranks own experts 0 to 2, and 3 and 4.
+  const std::vector<int64_t> counts = {3, 0, 5, 1, 2, //
+                                       4, 1, 0, 6, 0};
+  const epx::ExpertBlocks experts{5, 2};
+  const auto load = [&](int64_t max_recv_tokens, int alignment, int64_t stride) {
+    return epx::load_of(counts, experts, {epx::usable_slots(max_recv_tokens, alignment), alignment, stride});
+  };
+  const epx_load_report roomy = load(100, 1, 0);
+  CHECK(roomy.routes == 22);
+  CHECK(roomy.dropped == 0);
+  CHECK(roomy.rows_needed == 13);
+  CHECK(roomy.most_routes_of_rank == 13);
+  CHECK(roomy.most_routes_of_expert == 7);
+  CHECK(load(13, 1, 0).dropped == 0);
+  CHECK(load(8, 1, 0).dropped == 5 + 1);          // rank 0 has 13 routes, rank 1 has 9
+  const epx_load_report aligned = load(16, 4, 0); // zones of 8, 4, 8 and of 8, 4 rows
+  CHECK(aligned.rows_needed == 20);
+  CHECK(aligned.dropped == 1); // the last zone of rank 0 has room for 4 of 5
+  const epx_load_report strided = load(18, 1, 6);
+  CHECK(strided.dropped == 1 + 1); // experts 0 and 3 have 7 routes
+  CHECK(strided.rows_needed == 13);
+  CHECK(epx::load_of(std::vector<int64_t>(10), experts, {8, 1, 0}).routes == 0);
 }

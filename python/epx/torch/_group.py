@@ -15,7 +15,7 @@ from .._structs import Status, Transport
 from .._values import member, refuse, refuse_strides, require_kind
 from ..bootstrap import Bootstrap
 from ..errors import Error, GroupError, last_sentence, raise_call_failed, raise_if_failed
-from ..group import Group as _Group
+from ..group import Group as _Group, Load
 from ._library import groups, lib, ops
 
 _names = collections.defaultdict(itertools.count)  # by process group, which has one name on all of its ranks
@@ -123,6 +123,11 @@ class Group(GroupBase):
     def handle_mem_size(self, top_k: int, alignment: int = 1) -> int:
         """Bytes of the handle memory of such a layer."""
         return self._group.handle_mem_size(top_k, alignment)
+
+    def load_of_counts(self, global_counts: torch.Tensor, top_k: int, *, alignment: int = 1, zone_stride: int = 0) -> Load:
+        """What a prepare drops, as epx.Group.load_of_counts() tells it. The host waits for the counts where they are on a GPU."""
+        counts = global_counts.cpu().numpy()
+        return self._group.load_of_counts(counts, top_k, alignment=alignment, zone_stride=zone_stride)
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that peers reach, in which dispatch writes rows in place. Collective: all ranks
