@@ -10,16 +10,23 @@
 namespace epx::moe::cuda {
 namespace {
 
+// How far the scales of neighbouring rows, and those of neighbouring tiles of a row, are apart. Both layouts that rows in E4M3 may
+// have are linear.
+struct ScaleSteps {
+  int64_t row, place;
+  __device__ explicit ScaleSteps(const ScaleLayout& layout)
+      : row(layout.row_offset(1) / sizeof(float)), place(layout.place_offset(1) / sizeof(float)) {}
+};
+
 template <typename T>
-__device__ void load(const QuantiseRows& call, const Tile& tile, TileElements<T>& elements) {
+__device__ void load(const QuantiseRows& call, const ScaleSteps& steps, const Tile& tile, TileElements<T>& elements) {
   const RowBlock& block = tile.block;
   const int64_t hidden = call.matrix.num_columns;
   elements.load(static_cast<const T*>(call.rows) + block.first_row * hidden + int64_t{tile.place} * kTile, hidden,
                 block.num_rows);
   if constexpr (std::is_same_v<T, formats::E4M3>) {
     const int i = warp_of_tile() * kWarpRows + lane() % kWarpRows;
-    const ScaleLayout& layout = call.scale_layout;
-    elements.set_scale(i < block.num_rows ? call.scales[layout.offset(block.first_row + i, tile.place) / layout.scale_bytes]
+    elements.set_scale(i < block.num_rows ? call.scales[(block.first_row + i) * steps.row + tile.place * steps.place]
                                           : 0.0f);
   }
 }
@@ -29,9 +36,10 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
     quantise_rows_kernel(const __grid_constant__ QuantiseRows call) {
   __shared__ QuantiseTileMemory shared;
   Tiles tiles(call.zones, call.matrix.num_columns);
+  const ScaleSteps steps(call.scale_layout);
   for (Tile tile; tiles.next(tile);) {
     TileElements<T> elements;
-    load(call, tile, elements);
+    load(call, steps, tile, elements);
     quantise_tile(elements, call.matrix, tile, shared);
   }
 }

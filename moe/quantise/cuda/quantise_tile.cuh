@@ -79,11 +79,13 @@ __device__ inline void quantise_tile(const Elements& elements, const QuantisedMa
 
   if (wants_rows) {
     const auto scale = formats::scale_block(matrix.row_format, formats::float_of(maxima.row), true, 1.0f);
-    uint8_t* const to = matrix.row_codes + first + warp_of_tile() * kWarpRows * matrix.num_columns + lane() * kLaneColumns;
+    uint8_t* const own = matrix.row_codes + first + warp_of_tile() * kWarpRows * matrix.num_columns + lane() * kLaneColumns;
     with_finiteness(is_finite, [&](auto all_finite) {
+      uint8_t* to = own;
       elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
         const uint32_t codes = encode_four<formats::E4M3>(x, from_lane(scale.multiplier, i), all_finite);
-        if (i < own_written) *reinterpret_cast<uint32_t*>(to + i * matrix.num_columns) = codes;
+        if (i < own_written) *reinterpret_cast<uint32_t*>(to) = codes;
+        to += matrix.num_columns;
       });
     });
     store_row_scales(matrix, block, place, scale.stored);

@@ -35,7 +35,7 @@ constexpr int kTileBlocksPerSm = 2;
 static_assert(kChunk == sizeof(uint2) && kLaneColumns == 4);
 
 __device__ inline int warp_of_tile() {
-  return static_cast<int>(threadIdx.x) / kWarp;
+  return static_cast<int>(threadIdx.x / kWarp);
 }
 
 // A grid whose blocks take one item after the other.
@@ -59,14 +59,17 @@ class TileElements {
 public:
   // Loads from the tile's first element; rows of the tile from num_rows on are 0. `stride`: elements from one row to the next.
   __device__ void load(const T* tile, int64_t stride, int num_rows) {
-    const T* const first = tile + warp_of_tile() * kWarpRows * stride + lane() * kLaneColumns;
+    const T* row = tile + warp_of_tile() * kWarpRows * stride + lane() * kLaneColumns;
     const int own_rows = num_rows - warp_of_tile() * kWarpRows;
+    if (own_rows >= kWarpRows) {
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i)
-      if (i < own_rows)
-        vectors_[i] = *reinterpret_cast<const Vector*>(first + i * stride);
-      else
-        vectors_[i] = Vector{};
+      for (int i = 0; i < kWarpRows; ++i, row += stride)
+        vectors_[i] = *reinterpret_cast<const Vector*>(row);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i, row += stride)
+      vectors_[i] = i < own_rows ? *reinterpret_cast<const Vector*>(row) : Vector{};
   }
   // Of E4M3: the scale of row lane() % kWarpRows of the warp; any number where that is beyond the rows.
   __device__ void set_scale(float own_scale) {
@@ -146,35 +149,36 @@ class TransposedTile {
 public:
   // Stores the thread's codes of column j of its columns, of row 4 k + i in byte i of words[k].
   __device__ void put(int j, const uint32_t (&words)[kWarpRows / 4]) {
-    const int column = lane() * kLaneColumns + j;
-    chunks_[column][swizzled(column, warp_of_tile())] = uint2{words[0], words[1]};
+    const unsigned column = threadIdx.x % kWarp * kLaneColumns + static_cast<unsigned>(j);
+    chunks_[column][swizzled(column, threadIdx.x / kWarp)] = uint2{words[0], words[1]};
   }
   // Stores the first `count` codes of each column to `to`, whose columns are `stride` bytes apart. What other threads have put is
   // there.
   __device__ void store(uint8_t* to, int64_t stride, int count) const {
-    constexpr int kColumnsAtATime = kTileThreads / kChunks;
-    const int chunk = static_cast<int>(threadIdx.x) % kChunks;
-    const int left = count - chunk * kChunk;
+    constexpr unsigned kColumnsAtATime = kTileThreads / kChunks;
+    const unsigned chunk = threadIdx.x % kChunks;
+    const int left = count - static_cast<int>(chunk) * kChunk;
     const bool is_vector = left >= kChunk && (reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(stride)) % kChunk == 0;
+    unsigned column = threadIdx.x / kChunks;
+    uint8_t* at = to + column * stride + chunk * kChunk;
 #pragma unroll
-    for (int first = 0; first < kTile; first += kColumnsAtATime) {
-      const int column = first + static_cast<int>(threadIdx.x) / kChunks;
+    for (int i = 0; i < kTile * kTile / (kTileThreads * kChunk); ++i, column += kColumnsAtATime) {
       const uint2 codes = chunks_[column][swizzled(column, chunk)];
-      uint8_t* const at = to + column * stride + chunk * kChunk;
       if (is_vector) {
         *reinterpret_cast<uint2*>(at) = codes;
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i)
-        if (i < left) at[i] = static_cast<uint8_t>((i < 4 ? codes.x : codes.y) >> (8 * (i % 4)));
+        for (int byte = 0; byte < kChunk; ++byte)
+          if (byte < left) at[byte] = static_cast<uint8_t>((byte < 4 ? codes.x : codes.y) >> (8 * (byte % 4)));
+      }
+      at += kColumnsAtATime * stride;
     }
   }
 
 private:
-  static constexpr int kChunks = kTile / kChunk; // of a column
+  static constexpr unsigned kChunks = kTile / kChunk; // of a column
 
-  __device__ static int swizzled(int column, int chunk) {
+  __device__ static unsigned swizzled(unsigned column, unsigned chunk) {
     return chunk ^ (column / kLaneColumns % kChunks);
   }
 
