@@ -7,6 +7,7 @@ import torch
 
 from .._values import refuse, refuse_dtype
 from ._derivatives import differentiable_once
+from ._gathered import GatheredWeights, transposes_of
 from ._group import call, require_usable
 from ._library import layers, new_tensor, ops
 from ._ops import _refuse_transforms
@@ -120,6 +121,13 @@ def quantised(group, weights, transposed):
     return [part for each in weights for part in call(group, _quantise_weights, each.detach(), transposed)]
 
 
+def params_of(group, weights):
+    """What a forward reads of the weights: codes and scales, as they were gathered, or quantised here."""
+    if isinstance(weights[0], GatheredWeights):
+        return [part for each in weights for part in (each.codes, each.scales)]
+    return quantised(group, weights, False)
+
+
 def require_masters(*weights):
     """Refuses weights of a dtype that cannot be quantised."""
     for name, each in zip(WEIGHTS, weights):
@@ -129,16 +137,18 @@ def require_masters(*weights):
 
 class Fp8Block(torch.autograd.Function):
     """The same with a recipe in FP8. kept: those of KeptWeights. Where there are none, forward and backward quantise what they
-    need, and the weights themselves are saved in between, as those of a wide block are."""
+    need, and the weights themselves are saved in between, as those of a wide block are. Of weights gathered in FP8 codes
+    and scales are saved, whose memory FSDP2 frees in between and fills again, and the backward transposes them."""
 
     @staticmethod
     def forward(ctx, numbers, recomputes, aux_loss_grad, selection_bias, token_mask, tokens, logits, first, down, *kept):
         block, group, _ = numbers
-        params = kept[:4] if kept else quantised(group, (first, down), False)
+        params = kept[:4] or params_of(group, (first, down))
         *outputs, flight = call(group, _block_fwd_fp8, block, tokens, logits, selection_bias, token_mask, *params, True)
         ctx.layer = *numbers, recomputes, aux_loss_grad, first.dtype == torch.float32
-        ctx.num_kept = len(kept)
-        ctx.save_for_backward(flight, logits, *((*params[:2], *kept[4:]) if kept else (first, down)))
+        ctx.num_kept, ctx.are_gathered = len(kept), isinstance(first, GatheredWeights)
+        saved = (*params[:2], *kept[4:]) if kept else params if ctx.are_gathered else (first, down)
+        ctx.save_for_backward(flight, logits, *saved)
         ctx.mark_non_differentiable(*outputs[1:])
         return tuple(outputs)
 
@@ -150,6 +160,8 @@ class Fp8Block(torch.autograd.Function):
         gate_up = None, None
         if ctx.num_kept:
             gate_up, transposed = saved[:2], saved[2:]
+        elif ctx.are_gathered:
+            gate_up, transposed = saved[:2], transposes_of(saved)
         else:
             transposed = quantised(group, saved, True)
             if recomputes:
@@ -173,6 +185,8 @@ class KeptWeights:
             refuse("quantise_parameters is not supported under torch.compile: call it outside of what is compiled")
         for name, each in zip(WEIGHTS, weights):
             require_usable(self._group, name, each)
+            if isinstance(each, GatheredWeights):
+                refuse(f"{name} has been gathered in FP8: quantise_parameters() is for weights that are not sharded")
             if hasattr(each, "to_local"):
                 refuse(f"{name} is a DTensor, which is sharded: quantise_parameters() is for whole weights")
         require_masters(*weights)

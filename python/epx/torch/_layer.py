@@ -16,7 +16,8 @@ from .._structs import DTYPES, Status
 from .._values import refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
 from ..moe import Ffn, Recipe, Router, make_block_config
-from ._block import Block, Fp8Block, KeptWeights, quantised, require_masters
+from ._block import WEIGHTS, Block, Fp8Block, KeptWeights, params_of, require_masters
+from ._gathered import GatheredWeights, gather_in_fp8
 from ._group import Group, OutOfMemoryError, call, require_usable
 from ._library import layers, lib, new_tensor, ops
 from ._means import create_mean_routes, with_mean_gradient
@@ -177,7 +178,7 @@ class MoELayer(torch.nn.Module):
     and each backward quantises the weights that it reads, until quantise_parameters() is called: from then on calls read what
     that has quantised. Nothing tells reliably that weights have changed: a tensor's _version counts no step of a fused optimizer,
     no write through .data, no gathering by FSDP2, and nothing that a CUDA graph does. So it is the caller who says that calls
-    share what was quantised.
+    share what was quantised. Where FSDP2 shards the layer, gather_in_fp8() has each rank quantise its shard instead.
 
     Created by all ranks. destroy() is collective. Of a layer that nobody refers to any more, this rank's own memory is freed by
     the next creation or destroy(), and what peers reach at the end of the group.
@@ -212,7 +213,7 @@ class MoELayer(torch.nn.Module):
         self.recipe, self._dtype, self._recomputes = Recipe(config.recipe), dtype, bool(recompute)
         if bias and self.recipe != Recipe.WIDE:
             refuse("bias is True; with a recipe in FP8 experts have no biases")
-        self._kept = KeptWeights(group)
+        self._kept, self._gathers_in_fp8 = KeptWeights(group), False
         self._takes_mean = reduce_gradients == "mean" and group.num_ranks > 1
         self._create(config, arena, max_in_flight)
         local, hidden, inner = group.num_local_experts, ffn.hidden_dim, ffn.ffn_dim
@@ -296,6 +297,8 @@ class MoELayer(torch.nn.Module):
         logits: [..., E] float32 (on GPUs also bfloat16) instead of those of gate_weight. Returns out [..., H], and a Routing
         when with_routing is set.
         """
+        if self._gathers_in_fp8:
+            self._require_gathered()
         shape = tokens.shape
         flat = tokens.reshape(-1, shape[-1])
         logits = self._gate(flat) if logits is None else logits.reshape(-1, logits.shape[-1])
@@ -331,8 +334,15 @@ class MoELayer(torch.nn.Module):
             return Fp8Block.apply(self._numbers, self._recomputes, self.aux_loss_grad, *inputs, *weights, *self._kept.tensors)
         block, group, _ = self._numbers
         selection_bias, token_mask, tokens, logits = inputs
-        params = self._kept.tensors[:4] or quantised(group, weights, False)
+        params = self._kept.tensors[:4] or params_of(group, weights)
         return call(group, _block_fwd_fp8, block, tokens, logits, selection_bias, token_mask, *params, False)[:-1]
+
+    def _require_gathered(self):
+        if torch.compiler.is_compiling():
+            refuse("weights gathered in FP8 are not supported under torch.compile: torch.compiler.disable leaves them out")
+        for name in WEIGHTS:
+            if not isinstance(getattr(self, name), GatheredWeights):
+                refuse(f"{name} has not been gathered in FP8: call gather_in_fp8() again, as its shard has been replaced")
 
     def _gate(self, tokens):
         """[T, E] logits, in float32 also under autocast: a rounded logit selects other experts."""
@@ -371,6 +381,20 @@ class MoELayer(torch.nn.Module):
         if self.recipe == Recipe.WIDE:
             refuse("the layer was created with recipe wide, whose weights are not quantised")
         self._kept.update(self.first_weight, self.down_weight)
+
+    def gather_in_fp8(self) -> None:
+        """Has FSDP2 gather the experts' weights in FP8, with a recipe in FP8: each rank quantises its shard, and codes and
+        scales are gathered, half the bytes of bfloat16. Forwards read them as they are, and backwards transpose them. The
+        bits are those of wide weights that are gathered and quantised. Shards, gradients and checkpoints stay wide.
+
+        Local. All ranks call it after fully_shard() and before the first forward, and again where layer.float() or
+        load_state_dict(assign=True) replaces shards before this forward. Shards are of whole experts (dimension 0, FSDP2's
+        default), or of multiples of 128 rows or columns (shard_placement_fn). Others are refused, and so are shards on the
+        host of a layer on a GPU."""
+        if self.recipe == Recipe.WIDE:
+            refuse("the layer was created with recipe wide, whose weights are not quantised")
+        gather_in_fp8(self.group, first_weight=self.first_weight, down_weight=self.down_weight)
+        self._kept, self._gathers_in_fp8 = KeptWeights(self.group), True
 
     def expert_parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that differ from rank to rank of the group."""
