@@ -104,7 +104,7 @@ void Job::save(int64_t step) {
 }
 
 StepResult Job::train_step(int64_t step) {
-  const StepResult first = trainers_[0]->step(step);
+  StepResult first = trainers_[0]->step(step);
   seconds_[0].push_back(first.seconds);
   for (size_t i = 1; i < trainers_.size(); ++i) {
     const StepResult other = trainers_[i]->step(step);
