@@ -50,6 +50,11 @@ def make_group(mesh, axis, *, name=None, **config) -> Group:
     return group
 
 
+def axis_of(group):
+    """The mesh axis that a group lies along, or None where make_group did not create it."""
+    return _axes.get(group)
+
+
 def require_usable(group):
     """Refuses what is no epx.Group, and calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal
     shards of experts."""
@@ -60,7 +65,7 @@ def require_usable(group):
     manual = [] if mesh.empty else list(mesh.manual_axes)
     if not manual:
         return
-    axis = _axes.get(group)
+    axis = axis_of(group)
     sizes = dict(mesh.shape)
     if axis is None:
         refuse(f"{group!r} is called under shard_map, but has no mesh axis: create it by epx.jax.make_group")
