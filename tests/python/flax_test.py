@@ -15,6 +15,7 @@ import flax.linen as nn
 import hlo_order
 import jax
 import jax.numpy as jnp
+import native_block
 import numpy
 import reference
 from flax_ranks import EXPERTS, HIDDEN, INNER, Data, check, make_group, make_mesh
@@ -60,6 +61,14 @@ class Layer(TestCase):
             if RANKS == 1 or number in (1, 2, 5):  # what devices see of the others has no other options
                 block = self.block(**options)
                 check(block, Data(block, seed=number), TOLERANCE)
+
+    def test_1_native_block(self):
+        """The block that the tutorial compares with computes the same."""
+        for number, options in enumerate(OPTIONS if RANKS == 1 else OPTIONS[2:3]):
+            fields = {name: value for name, value in options.items() if name != "align"}
+            fields |= dict(num_experts=EXPERTS, ffn_dim=INNER, fsdp_axis="fsdp", is_ragged=ON_GPU)
+            block = native_block.NativeBlock(self.mesh, **fields)
+            check(block, Data(block, seed=number), TOLERANCE)
 
     def test_2_experts_that_fsdp_does_not_shard(self):
         block = self.block(fsdp_axis=None, use_bias=True)
