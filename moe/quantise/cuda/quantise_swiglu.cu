@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
     Inputs<T> inputs;
     inputs.load(call.pre_act, call.recv_weights, call.h.num_columns, tile);
     TileElements<float> h;
-    inputs.gates.for_each_row([&](int i, const float(&gate)[kLaneColumns]) {
+    for_each_row(inputs.gates, [&](int i, const float(&gate)[kLaneColumns]) {
       float up[kLaneColumns], x[kLaneColumns];
       inputs.ups.unpack(i, up);
       const float weight = from_lane(inputs.own_weight, i);
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kTileThreads, kBwdBlocksPerSm)
   if (has_next) load_next();
   while (has_next) {
     const Tile tile = next;
-    inputs.gates.for_each_row([&](int i, const float(&gate)[kLaneColumns]) {
+    for_each_row(inputs.gates, [&](int i, const float(&gate)[kLaneColumns]) {
       float up[kLaneColumns], grad[kLaneColumns], outputs[kNumOutputs][kLaneColumns];
       inputs.ups.unpack(i, up);
       grads.unpack(i, grad);

@@ -43,7 +43,7 @@ struct Maxima {
 template <bool kWantsRows, typename Elements, typename MagnitudeOf>
 __device__ Maxima maxima_of(const Elements& elements, const MagnitudeOf& magnitude_of) {
   Maxima maxima{};
-  elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
+  for_each_row(elements, [&](int i, const float(&x)[kLaneColumns]) {
     uint32_t of_row = 0;
 #pragma unroll
     for (int j = 0; j < kLaneColumns; ++j) {
@@ -82,7 +82,7 @@ __device__ inline void quantise_tile(const Elements& elements, const QuantisedMa
     uint8_t* const own = matrix.row_codes + first + warp_of_tile() * kWarpRows * matrix.num_columns + lane() * kLaneColumns;
     with_finiteness(is_finite, [&](auto all_finite) {
       uint8_t* to = own;
-      elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
+      for_each_row(elements, [&](int i, const float(&x)[kLaneColumns]) {
         const uint32_t codes = encode_four<formats::E4M3>(x, from_lane(scale.multiplier, i), all_finite);
         if (i < own_written) *reinterpret_cast<uint32_t*>(to) = codes;
         to += matrix.num_columns;

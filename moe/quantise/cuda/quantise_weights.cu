@@ -19,7 +19,7 @@ namespace {
 template <typename T, typename MagnitudeOf>
 __device__ uint32_t maximum_of(const TileElements<T>& elements, const MagnitudeOf& magnitude_of) {
   uint32_t maximum = 0;
-  elements.for_each_row([&](int, const float(&x)[kLaneColumns]) {
+  for_each_row(elements, [&](int, const float(&x)[kLaneColumns]) {
 #pragma unroll
     for (int j = 0; j < kLaneColumns; ++j)
       maximum = max(maximum, magnitude_of(x[j]));
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
 
     uint32_t rows[kWarpRows]; // codes
     with_finiteness(is_finite, [&](auto all_finite) {
-      elements.for_each_row([&](int i, const float(&x)[kLaneColumns]) {
+      for_each_row(elements, [&](int i, const float(&x)[kLaneColumns]) {
         rows[i] = encode_four<formats::E4M3>(x, scale.multiplier, all_finite);
       });
     });

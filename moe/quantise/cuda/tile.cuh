@@ -84,16 +84,6 @@ public:
       vectors_[i].words[j] = formats::bits_of(x[j]);
   }
 
-  // Calls take(row of the warp, the four elements) for each row. All lanes call this.
-  template <typename Take>
-  __device__ void for_each_row(const Take& take) const {
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) {
-      float x[kLaneColumns];
-      unpack(i, x);
-      take(i, x);
-    }
-  }
   // The elements of a row. All lanes call this.
   __device__ void unpack(int i, float (&x)[kLaneColumns]) const {
     if constexpr (std::is_same_v<T, formats::E4M3>) {
@@ -129,19 +119,21 @@ public:
     const float4 row = rows_[i][threadIdx.x];
     x[0] = row.x, x[1] = row.y, x[2] = row.z, x[3] = row.w;
   }
-  template <typename Take>
-  __device__ void for_each_row(const Take& take) const {
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) {
-      float x[kLaneColumns];
-      unpack(i, x);
-      take(i, x);
-    }
-  }
 
 private:
   float4 rows_[kWarpRows][kTileThreads];
 };
+
+// Calls take(row of the warp, the four elements) for each row of a thread's elements of a tile. All lanes call this.
+template <typename Elements, typename Take>
+__device__ void for_each_row(const Elements& elements, const Take& take) {
+#pragma unroll
+  for (int i = 0; i < kWarpRows; ++i) {
+    float x[kLaneColumns];
+    elements.unpack(i, x);
+    take(i, x);
+  }
+}
 
 // The codes of a tile in shared memory, transposed. A thread stores the 8 bytes of one of its columns at a time: 16 neighbouring
 // lanes then meet 16 different chunks, so that no two of them share a bank.
