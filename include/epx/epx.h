@@ -776,18 +776,20 @@ EPX_API epx_status epx_prepare(epx_group group, const epx_prepare_args* args);
 
 /** How the routing of one prepare loads the ranks, as epx_load_of_counts() finds it: the same on all ranks. */
 typedef struct epx_load_report {
-  size_t struct_size;            /**< set by the caller: sizeof(epx_load_report) */
-  int64_t routes;                /**< of all ranks, before drops, without masked ones */
-  int64_t dropped;               /**< those that exceed the receive capacity of their ranks, or the zone_stride */
-  int64_t rows_needed;           /**< by the rank that needs most, pads included: with an R of as many nothing is dropped */
+  size_t struct_size; /**< set by the caller: sizeof(epx_load_report) */
+  int64_t routes;     /**< of all ranks, before drops, without masked ones */
+  int64_t dropped;    /**< those that exceed the receive capacity of their ranks, or the zone_stride */
+  /** By the rank that needs most, pads included. Without a zone_stride an R of as many drops nothing; a zone_stride needs
+   * most_routes_of_expert, too. */
+  int64_t rows_needed;
   int64_t most_routes_of_rank;   /**< the routes to the rank with most of them; balanced: routes / P */
   int64_t most_routes_of_expert; /**< the routes to the expert with most of them; balanced: routes / E */
 } epx_load_report;
 
 /** Tells from the counts that a prepare has exchanged what was dropped, on all ranks together, and what would have been
- * needed. All ranks have the same counts, so they find the same without another exchange: where `dropped` is not 0, all may
- * run the step again on a group with a larger max_recv_tokens_per_rank. rows_needed / (routes / P) is the least capacity
- * factor that drops nothing.
+ * needed. All ranks have the same counts, so they find the same without another exchange. Where `dropped` is not 0, all may
+ * run the step again on a group with a larger max_recv_tokens_per_rank. The least capacity factor that drops nothing is
+ * rows_needed / (routes / P).
  *
  * global_counts is [P, E] INT32 or INT64, as epx_prepare and epx_prepare_dispatch write it, in memory of the host: on GPUs
  * copy it once the stream has come past the prepare. layer and zone_stride are those of the prepare. What a rank drops

@@ -11,8 +11,8 @@ class Load:
     """How the routing of a prepare loads the ranks, and what it needs of the receive capacity: the same on all ranks.
 
     routes: of all ranks.  dropped: those beyond a rank's receive capacity, or the zone_stride.  rows_needed: by the rank that
-    needs most, pads included; a max_recv_tokens_per_rank of as many drops nothing.  most_routes_of_rank, most_routes_of_expert:
-    balanced they are routes / P and routes / E.
+    needs most, pads included; without a zone_stride a max_recv_tokens_per_rank of as many drops nothing.
+    most_routes_of_rank, most_routes_of_expert: balanced they are routes / P and routes / E.
     """
 
     routes: int
