@@ -11,17 +11,15 @@ import ranks
 ranks.require("numpy", "torch", installer="install_torch_test_packages")
 import torch
 import torch_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_model import DEVICE, HIDDEN, INNER, ON_GPU, RANK, RANKS, config, on_device
+from torch_model import EP_SIZES, HIDDEN, INNER, ON_GPU, RANK, RANKS, config, mesh, on_device
 
 import epx
 import epx.moe
 import epx.torch
 
-EP_SIZES = [2] if RANKS >= 4 else [1, 2]
 TOKENS = 4
 
 
@@ -31,10 +29,6 @@ def setUpModule():
 
 def tearDownModule():
     torch.distributed.destroy_process_group()
-
-
-def mesh(ep):
-    return init_device_mesh(DEVICE.type, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 def make_layer(group, **options):

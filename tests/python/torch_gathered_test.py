@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from torch_model import DEVICE, ON_GPU, RANK, RANKS, config, count_calls, on_device
+from torch_model import DEVICE, EP_SIZES, ON_GPU, RANK, RANKS, config, count_calls, mesh, on_device
 
 import epx
 import epx.moe
@@ -28,7 +28,6 @@ import epx.torch
 from epx.torch._block import quantised
 from epx.torch._gathered import transposes_of
 
-EP_SIZES = [2] if RANKS >= 4 else [1, 2]
 EXPERTS, HIDDEN, INNER = 8, 256, 256
 TOKENS = 16
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32  # of tokens
@@ -45,10 +44,6 @@ def setUpModule():
 
 def tearDownModule():
     torch.distributed.destroy_process_group()
-
-
-def mesh(ep):
-    return init_device_mesh(DEVICE.type, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 @contextlib.contextmanager

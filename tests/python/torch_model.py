@@ -11,6 +11,7 @@ import ranks
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epx
@@ -20,6 +21,7 @@ RANK, RANKS = ranks.rank(), ranks.num_ranks()
 ON_GPU = ranks.on_gpu()
 DEVICE = torch.device("cuda", ranks.gpu()) if ON_GPU else torch.device("cpu")
 EXPERTS, HIDDEN, INNER = 5, 8, 6
+EP_SIZES = [2] if RANKS >= 4 else [1, 2]  # of the meshes of tests with several axes
 torch.set_num_threads(1)
 _numbers = iter(range(1_000_000))
 
@@ -28,6 +30,11 @@ def main():
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     ranks.main()
+
+
+def mesh(ep):
+    """All ranks on the axes dp and ep, of `ep` ranks."""
+    return init_device_mesh(DEVICE.type, (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
 
 
 def start_process_group(backend, **options):
