@@ -9,8 +9,8 @@
 
 // X(NUMBER, name, first_bytes, Call, stage): epx_<name>() takes epx_<name>_args, of which the first version had `first_bytes`
 // bytes, and is EPX_OP_<NUMBER> in reports; check() (runtime/arguments.h) makes a Call of the args, and Stages::<stage>
-// (runtime/stages/stages.h) makes that. These operations have a stage of their own, which has their name.
-#define EPX_STAGES(X)                                                                                                      \
+// (runtime/stages/stages.h) makes that. These operations of a layer have a stage of their own, which has their name.
+#define EPX_LAYER_STAGES(X)                                                                                                \
   X(PREPARE, prepare, 96, PrepareCall, prepare)                                                                            \
   X(DISPATCH, dispatch, 72, DispatchCall, dispatch)                                                                        \
   X(PREPARE_DISPATCH, prepare_dispatch, 136, PrepareDispatchCall, prepare_dispatch)                                        \
@@ -19,12 +19,17 @@
   X(DISPATCH_BWD, dispatch_bwd, 72, DispatchBwdCall, dispatch_bwd)                                                         \
   X(DISPATCH_RANK_MAJOR, dispatch_rank_major, 96, DispatchRankMajorCall, dispatch_rank_major)
 
-// All operations: those, and the ones that the stage of another makes, to which Call::operation says which it is.
-#define EPX_OPERATIONS(X)                                                                                                  \
-  EPX_STAGES(X)                                                                                                            \
+// All operations of a layer: those, and the ones that the stage of another makes, to which Call::operation says which it is.
+#define EPX_LAYER_OPERATIONS(X)                                                                                            \
+  EPX_LAYER_STAGES(X)                                                                                                      \
   X(COMBINE_RANK_MAJOR, combine_rank_major, 56, CombineCall, combine)                                                      \
   X(COMBINE_RANK_MAJOR_BWD, combine_rank_major_bwd, 56, CombineBwdCall, combine_bwd)                                       \
   X(DISPATCH_RANK_MAJOR_BWD, dispatch_rank_major_bwd, 72, DispatchBwdCall, dispatch_bwd)
+
+// The operation without a layer, and with it all stages and all operations.
+#define EPX_RAGGED_ALL_TO_ALL(X) X(RAGGED_ALL_TO_ALL, ragged_all_to_all, 72, RaggedAllToAllCall, ragged_all_to_all)
+#define EPX_STAGES(X) EPX_LAYER_STAGES(X) EPX_RAGGED_ALL_TO_ALL(X)
+#define EPX_OPERATIONS(X) EPX_LAYER_OPERATIONS(X) EPX_RAGGED_ALL_TO_ALL(X)
 
 // X(NUMBER, name): the other calls that have a sequence number; they have no args struct and no kernel.
 #define EPX_HOST_CALLS(X)                                                                                                  \

@@ -143,8 +143,8 @@ typedef enum epx_dtype EPX_ENUM_INT32 {
   EPX_BFLOAT16 = 3,
   EPX_INT32 = 4,
   EPX_INT64 = 5,
-  EPX_FLOAT64 = 6, /**< epx_moe.h only */
-  EPX_UINT8 = 7,   /**< epx_moe.h only */
+  EPX_FLOAT64 = 6, /**< epx_moe.h and ragged_all_to_all only */
+  EPX_UINT8 = 7,   /**< epx_moe.h and ragged_all_to_all only */
   /* After 0.1, of quantised rows and their scales (see epx_row_format): */
   EPX_FLOAT8_E4M3 = 8,  /**< 4 exponent bits, 3 of mantissa, NaN but no infinity; at most 448 */
   EPX_FLOAT8_E5M2 = 9,  /**< 5 exponent bits, 2 of mantissa, as IEEE 754; at most 57344 */
@@ -474,7 +474,8 @@ typedef enum epx_operation EPX_ENUM_INT32 {
   EPX_OP_COMBINE_RANK_MAJOR_BWD = 10,
   EPX_OP_DISPATCH_RANK_MAJOR_BWD = 11,
   EPX_OP_PREPARE_DISPATCH = 12,
-  EPX_OP_ALL_GATHER = 13
+  EPX_OP_ALL_GATHER = 13,
+  EPX_OP_RAGGED_ALL_TO_ALL = 14
 } epx_operation;
 
 /** Where in a call a rank waits. */
@@ -495,7 +496,10 @@ typedef enum epx_event_kind EPX_ENUM_INT32 {
   /** Handle memory of another layer, group, T or prepare, or damaged (epx_handle_mem_size says what is checked). This
    * rank took part without routes, or the routes between it and ranks with handle memory of another prepare were dropped;
    * see "operations". */
-  EPX_EVENT_HANDLE_MISMATCH = 3
+  EPX_EVENT_HANDLE_MISMATCH = 3,
+  /* After 0.1: */
+  /** ragged_all_to_all: the two ranks of a slice disagree on its size, or it leaves a tensor; it did not move. */
+  EPX_EVENT_BAD_SLICE = 4
 } epx_event_kind;
 
 /** Sizes of the arrays of epx_group_report. */
@@ -517,7 +521,8 @@ typedef struct epx_group_report {
   int32_t missing[EPX_MAX_REPORTED_RANKS]; /**< the first of them, ascending */
 
   /* Recoverable errors since the last epx_group_status. */
-  /** BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes. HANDLE_MISMATCH: calls. Kinds that this version does not have: 0. */
+  /** BAD_INDEX, OVERFLOW, TOO_FEW_ROWS: routes. HANDLE_MISMATCH: calls. BAD_SLICE: slices from or to this rank. Kinds that
+   * this version does not have: 0. */
   uint64_t event_counts[EPX_MAX_EVENT_KINDS];
   epx_event_kind first_event;          /**< kind of the first, the lowest of its call's; meaningful when any count is > 0 */
   epx_operation first_event_operation; /**< the call that it happened in */
@@ -1048,6 +1053,64 @@ typedef struct epx_dispatch_rank_major_bwd_args {
  * grad_recv_weights[r, i, k] of the rank and row that the route went to; 0 where it was masked or dropped. Errors: as
  * epx_combine_rank_major. */
 EPX_API epx_status epx_dispatch_rank_major_bwd(epx_group group, const epx_dispatch_rank_major_bwd_args* args);
+
+/** @} */
+
+/** @defgroup ragged Ragged all-to-all
+ *
+ * Slices of rows between the ranks, as jax.lax.ragged_all_to_all defines them, for callers who sort their rows themselves.
+ * It needs no layer, no handle memory and no routing.
+ * @{ */
+
+/** The most slices of a call. */
+enum { EPX_MAX_SLICES = 2048 };
+
+/** In which direction the slices of a call move. */
+typedef enum epx_slice_direction EPX_ENUM_INT32 {
+  EPX_SLICES_FORWARD = 0, /**< from input_offsets of operand to output_offsets of output */
+  /** Back: of the forward's four integer tensors, operand is the gradient of its output, and output that of its operand. */
+  EPX_SLICES_TRANSPOSED = 1
+} epx_slice_direction;
+
+/** Arguments of epx_ragged_all_to_all(). The smallest struct_size is 72. K is here the number of slices, a multiple of P up
+ * to EPX_MAX_SLICES, the same on all ranks: slice i goes to rank i / (K / P). A row is what lies below the first dimension
+ * of operand. */
+typedef struct epx_ragged_all_to_all_args {
+  size_t struct_size;
+  epx_stream stream;
+  const epx_tensor* operand;       /**< [in]  [N, ...], up to 4 dimensions of any dtype; rows have whole bytes */
+  const epx_tensor* output;        /**< [in, out] [M, ...], of operand's dtype and other dimensions */
+  const epx_tensor* input_offsets; /**< [in]  [K] INT32 or INT64: the first row of slice i in this rank's operand */
+  const epx_tensor* send_sizes;    /**< [in]  [K], dtype of input_offsets: its rows */
+  const epx_tensor*
+      output_offsets; /**< [in]  [K], dtype of input_offsets: its first row in the output of the rank it goes to */
+  /** [in] [K], dtype of input_offsets: what the other ranks have in send_sizes. Entry r * (K / P) + j has the rows of the
+   * j-th slice from rank r to this one. */
+  const epx_tensor* recv_sizes;
+  epx_slice_direction direction; /**< the same on all ranks, else MISMATCH */
+  int32_t reserved0;             /**< 0 */
+} epx_ragged_all_to_all_args;
+
+/** Moves slices. With EPX_SLICES_FORWARD, for slice i from rank r to rank d, row output_offsets_r[i] + n of d's output
+ * becomes row input_offsets_r[i] + n of r's operand, for n < send_sizes_r[i], bit for bit. With EPX_SLICES_TRANSPOSED the
+ * rows go the other way: row input_offsets_r[i] + n of r's output becomes row output_offsets_r[i] + n of d's operand. Rows
+ * of output that nothing lands on keep what they have.
+ *
+ * Slices may overlap where they are read: all ranks may send every peer the same rows, which is an all-gather. Where they
+ * overlap in an output, either may be what is left. An all-to-all of equal parts has K = P.
+ *
+ * N and M are any numbers below 2^31, which may differ between ranks. Rows may be longer than the group's. Where output lies
+ * in memory from epx_mem_alloc or epx_mem_register, rows land in it. Otherwise they pass through the group's staging, in as
+ * many rounds as that takes.
+ *
+ * A slice moves whole, or not at all. It does not move where its size is negative, where send_sizes and recv_sizes disagree
+ * on it, or where it leaves operand or output. Both its ranks then report EPX_EVENT_BAD_SLICE. A slice of no rows is never
+ * wrong. The integers are read on the device: no call waits on the host, and a graph replays with what they are then.
+ *
+ * Collective, with the conventions and errors of the other operations. Ranks disagree on K, the bytes of a row or the
+ * direction: MISMATCH, sticky. UNSUPPORTED: a group of several nodes; an output that does not lie in memory of the group and
+ * would take more than 512 rounds. */
+EPX_API epx_status epx_ragged_all_to_all(epx_group group, const epx_ragged_all_to_all_args* args);
 
 /** @} */
 

@@ -126,7 +126,7 @@ epx_status call(Op op, const Calls& calls) {
 #define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
   case Op::name:                                                                                                           \
     return epx_##name(calls.group, calls.without_args ? nullptr : &calls.name);
-    EPX_OPERATIONS(EPX_TEST_CALL)
+    EPX_LAYER_OPERATIONS(EPX_TEST_CALL)
 #undef EPX_TEST_CALL
   }
   fail_check("no such operation");

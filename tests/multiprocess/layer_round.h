@@ -36,7 +36,7 @@ epx_group_config round_config();
 inline constexpr int kRowsPerSource = kMaxTokens + 1; // M of the rank-major calls
 
 #define EPX_TEST_NAME(NUMBER, name, ...) name,
-enum class Op { EPX_OPERATIONS(EPX_TEST_NAME) }; // the last four are those of the rank-major layout
+enum class Op { EPX_LAYER_OPERATIONS(EPX_TEST_NAME) }; // the last four are those of the rank-major layout
 #undef EPX_TEST_NAME
 
 // Calls has the arguments of all calls, which are right until a test spoils them.

@@ -312,7 +312,7 @@ void add_prepare_dispatch(std::vector<Refusal>& refusals, int num_tokens, int nu
 std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num_rows, size_t handle_bytes) {
   std::vector<Refusal> table;
 #define EPX_TEST_COMMON(NUMBER, name, ...) RefusalTable(table, #name, Op::name).add_common(&Calls::name, handle_bytes);
-  EPX_OPERATIONS(EPX_TEST_COMMON)
+  EPX_LAYER_OPERATIONS(EPX_TEST_COMMON)
 #undef EPX_TEST_COMMON
   add_prepare(table, num_tokens, num_local_experts, num_rows);
   add_dispatch(table, num_tokens, num_rows);

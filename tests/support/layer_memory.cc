@@ -124,7 +124,7 @@ void LayerMemory::call(GroupView group, epx_operation operation) const {
 #define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
   case EPX_OP_##NUMBER:                                                                                                    \
     return group.name(name());
-    EPX_OPERATIONS(EPX_TEST_CALL)
+    EPX_LAYER_OPERATIONS(EPX_TEST_CALL)
 #undef EPX_TEST_CALL
   default:
     fail_check("a layer makes no call of operation {}", static_cast<int>(operation));

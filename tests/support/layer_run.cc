@@ -534,7 +534,7 @@ void LayerRun::call(epx_operation operation, const Workload& work) {
 #define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
   case EPX_OP_##NUMBER:                                                                                                    \
     return name(work);
-    EPX_OPERATIONS(EPX_TEST_CALL)
+    EPX_LAYER_OPERATIONS(EPX_TEST_CALL)
 #undef EPX_TEST_CALL
   default:
     fail_check("a layer makes no call of operation {}", static_cast<int>(operation));
