@@ -58,8 +58,7 @@ void ArgumentChecker::common(const epx_layer& layer, size_t handle_mem_bytes, Di
   const int64_t needed = epx::handle_mem_bytes(shape, context_.window_access, layer.top_k);
   if (handle_mem_bytes < static_cast<size_t>(needed))
     refuse("handle_mem_bytes is {}; top_k {} needs {} (epx_handle_mem_size)", handle_mem_bytes, layer.top_k, needed);
-  if (call_.stream != nullptr && context_.window_access == WindowAccess::by_host)
-    refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(call_.stream));
+  check_stream();
   add_span("handle_mem", call_.handle_mem, needed, handle_direction);
   if (is_rank_major_ && call_.alignment != 1)
     refuse("layer.alignment is {}; the rank-major layout has no zones, so it must be 0 or 1", layer.alignment);
@@ -79,23 +78,61 @@ void ArgumentChecker::common(const epx_layer& layer, size_t handle_mem_bytes, Di
   size_of(Dim::number_512) = 512;
 }
 
+ArgumentChecker::ArgumentChecker(const GroupContext& context, const epx_ragged_all_to_all_args& args)
+    : context_(context), function_(OperationOf<epx_ragged_all_to_all_args>::kFunction), is_rank_major_(false) {
+  if (context.shape.num_nodes() > 1)
+    fail(EPX_ERROR_UNSUPPORTED, "{}: the group has {} nodes, between which slices do not travel", function_,
+         context.shape.num_nodes());
+  call_.operation = EPX_OP_RAGGED_ALL_TO_ALL;
+  call_.stream = args.stream;
+  check_stream();
+  for (const Dim dim : {Dim::N, Dim::M, Dim::H, Dim::K})
+    size_of(dim) = kUnknown;
+}
+
+void ArgumentChecker::check_stream() const {
+  if (call_.stream != nullptr && context_.window_access == WindowAccess::by_host)
+    refuse("stream is {}; the host transport has no streams, pass NULL", fmt::ptr(call_.stream));
+}
+
+void ArgumentChecker::check_any_rows(const char* name, const epx_tensor* tensor, const char* like_name,
+                                     const epx_tensor* like, Dim rows, Direction direction) {
+  if (tensor == nullptr) refuse("{} is NULL; it is required", name);
+  check_dtype(name, *tensor, like == nullptr ? Type::any : Type::like_any);
+  if (tensor->ndim < 1 || tensor->ndim > 4) refuse("{} has {} dimensions (ndim); it must have 1..4", name, tensor->ndim);
+  if (like != nullptr && tensor->ndim != like->ndim)
+    refuse("{} has {} dimensions (ndim); {} has {}", name, tensor->ndim, like_name, like->ndim);
+  int64_t elements = 1; // of a row
+  for (int axis = 0; axis < tensor->ndim; ++axis) {
+    const int64_t size = tensor->sizes[axis];
+    if (size < 0) refuse("{} has sizes[{}] = {}; sizes are not negative", name, axis, size);
+    if (axis == 0) continue;
+    if (like != nullptr && size != like->sizes[axis])
+      refuse("{} has sizes[{}] = {}; {} has {}", name, axis, size, like_name, like->sizes[axis]);
+    if (__builtin_mul_overflow(elements, size, &elements)) refuse_size(name, *tensor);
+  }
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  if (tensor->sizes[0] > kMost) refuse("{} has sizes[0] = {} rows; {} are the most", name, tensor->sizes[0], kMost);
+  if (elements % elements_per_byte(tensor->dtype) != 0)
+    refuse("{} has rows of {} elements; their number must be even, since a byte has two elements of {}", name, elements,
+           epx::name_of(tensor->dtype));
+  const std::optional<int64_t> row = checked_bytes_of_rows(tensor->dtype, 1, elements);
+  if (!row || *row < 1 || *row > kMost)
+    refuse("{} has rows of {} elements of {}; a row has 1..{} bytes", name, elements, epx::name_of(tensor->dtype), kMost);
+  const int64_t bytes = tensor->sizes[0] * *row;
+  if (bytes > 0 && tensor->data == nullptr) refuse("{} has {} rows, but its data is NULL", name, tensor->sizes[0]);
+  size_of(rows) = tensor->sizes[0];
+  size_of(Dim::H) = elements;
+  check_memory(name, *tensor, bytes, direction, false);
+}
+
 void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
                             Direction direction, bool may_have_sidecar) {
   if (tensor == nullptr) refuse("{} is NULL; it is required", name);
   check_dtype(name, *tensor, type);
   const auto decides = [&](Dim dim) { return size_of(dim) == kUnknown && std::ranges::count(dims, dim) != 0; };
   const bool decides_tokens = decides(Dim::T), decides_rows = decides(Dim::N) || decides(Dim::M);
-  const int64_t bytes = check_sizes(name, *tensor, dims);
-  if (!is_aligned(tensor->data, static_cast<uintptr_t>(single_element_bytes(tensor->dtype))))
-    refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor->data),
-           single_element_bytes(tensor->dtype));
-  if (tensor->reserved[0] != 0 || tensor->reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
-  if (tensor->sidecar_row_bytes < 0)
-    refuse("{} has sidecar_row_bytes = {}; it is not negative", name, tensor->sidecar_row_bytes);
-  if (!may_have_sidecar && (tensor->sidecar != nullptr || tensor->sidecar_row_bytes != 0))
-    refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
-           tensor->sidecar_row_bytes);
-  add_span(name, tensor->data, bytes, direction);
+  check_memory(name, *tensor, check_sizes(name, *tensor, dims), direction, may_have_sidecar);
   if (type == Type::rows || type == Type::sent_rows) check_rows(name, *tensor, tensor->ndim - 1);
   if (decides_tokens && size_of(Dim::T) > context_.shape.max_tokens_per_rank)
     refuse("{} has T = sizes[0] = {} tokens; the group's max_tokens_per_rank is {}", name, size_of(Dim::T),
@@ -103,11 +140,32 @@ void ArgumentChecker::check(const char* name, const epx_tensor* tensor, Type typ
   if (decides_rows) check_recv_rows(name, *tensor);
 }
 
+void ArgumentChecker::check_memory(const char* name, const epx_tensor& tensor, int64_t bytes, Direction direction,
+                                   bool may_have_sidecar) {
+  if (!is_aligned(tensor.data, static_cast<uintptr_t>(single_element_bytes(tensor.dtype))))
+    refuse("{} has data at {}, which is not aligned to its {} bytes per element", name, fmt::ptr(tensor.data),
+           single_element_bytes(tensor.dtype));
+  if (tensor.reserved[0] != 0 || tensor.reserved[1] != 0) refuse("{} has a reserved field that is not 0", name);
+  if (tensor.sidecar_row_bytes < 0)
+    refuse("{} has sidecar_row_bytes = {}; it is not negative", name, tensor.sidecar_row_bytes);
+  if (!may_have_sidecar && (tensor.sidecar != nullptr || tensor.sidecar_row_bytes != 0))
+    refuse("{} has a sidecar of {} bytes per row; sidecars belong to the tokens of dispatch", name,
+           tensor.sidecar_row_bytes);
+  add_span(name, tensor.data, bytes, direction);
+}
+
 void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Type type) {
   static constexpr epx_dtype kIntegers[] = {EPX_INT32, EPX_INT64};
   static constexpr epx_dtype kFloat32 = EPX_FLOAT32, kInt32 = EPX_INT32, kInt64 = EPX_INT64;
+  static constexpr epx_dtype kAny[] = {EPX_FLOAT32,     EPX_FLOAT16,     EPX_BFLOAT16,   EPX_INT32,
+                                       EPX_INT64,       EPX_FLOAT64,     EPX_UINT8,      EPX_FLOAT8_E4M3,
+                                       EPX_FLOAT8_E5M2, EPX_FLOAT4_E2M1, EPX_FLOAT8_E8M0};
   const auto dtypes = [&]() -> std::span<const epx_dtype> {
     switch (type) {
+    case Type::any:
+      return kAny;
+    case Type::like_any:
+      return {&rows_dtype_, 1};
     case Type::rows:
     case Type::like_rows:
     case Type::wide_rows:
@@ -136,7 +194,7 @@ void ArgumentChecker::check_dtype(const char* name, const epx_tensor& tensor, Ty
       wanted += (wanted.empty() ? "" : " or ") + std::string(epx::name_of(dtype));
     refuse("{} has dtype {} ({}); it must be {}", name, static_cast<int>(tensor.dtype), epx::name_of(tensor.dtype), wanted);
   }
-  if (type == Type::rows || type == Type::sent_rows) rows_dtype_ = recv_dtype_ = tensor.dtype;
+  if (type == Type::rows || type == Type::sent_rows || type == Type::any) rows_dtype_ = recv_dtype_ = tensor.dtype;
   if (type == Type::received_rows) recv_dtype_ = tensor.dtype;
   if (type == Type::counts) counts_dtype_ = tensor.dtype;
 }

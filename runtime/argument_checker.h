@@ -38,8 +38,11 @@ constexpr std::array<const char*, 18> kDimNames = {"T",           "N",
 // The dtypes of tensors. like_rows and like_counts: that of the tensor of `rows` or `counts` before it. sent_rows and
 // received_rows: those of a scatter, whose format decides which it may be. wide_rows: rows that are computed with, of a dtype of
 // their own.
+// any: those of elements of any kind.
 enum class Type {
   rows,
+  any,
+  like_any,
   like_rows,
   wide_rows,
   sent_rows,
@@ -68,6 +71,9 @@ public:
     common(args.layer, args.handle_mem_bytes, handle_direction);
   }
 
+  // Of a call without a layer and handle memory.
+  ArgumentChecker(const GroupContext& context, const epx_ragged_all_to_all_args& args);
+
   // Check a tensor and return its data, which is not NULL where the tensor is given, unless T is void. Messages call it `name`.
   template <typename T = void>
   T* in(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims,
@@ -90,6 +96,18 @@ public:
   T* optional_out(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims) {
     return tensor == nullptr ? nullptr : out<T>(name, tensor, type, dims);
   }
+
+  // Check a tensor whose first dimension is `rows`, and whose others are those of `like`, if that is given.
+  std::byte* rows_in(const char* name, const epx_tensor* tensor, Dim rows) {
+    check_any_rows(name, tensor, nullptr, nullptr, rows, Direction::in);
+    return data_of<std::byte>(tensor);
+  }
+  std::byte* rows_out(const char* name, const epx_tensor* tensor, const char* like_name, const epx_tensor& like, Dim rows) {
+    check_any_rows(name, tensor, like_name, &like, rows, Direction::out);
+    return data_of<std::byte>(tensor);
+  }
+  // Of the tensors so far.
+  int64_t decided(Dim dim) const { return size_of(dim); }
 
   // The next tensor that has this free dimension decides it anew.
   void forget(Dim dim) { size_of(dim) = kUnknown; }
@@ -137,6 +155,10 @@ private:
   void common(const epx_layer& layer, size_t handle_mem_bytes, Direction handle_direction);
   void check(const char* name, const epx_tensor* tensor, Type type, std::initializer_list<Dim> dims, Direction direction,
              bool may_have_sidecar);
+  void check_any_rows(const char* name, const epx_tensor* tensor, const char* like_name, const epx_tensor* like, Dim rows,
+                      Direction direction);
+  void check_memory(const char* name, const epx_tensor& tensor, int64_t bytes, Direction direction, bool may_have_sidecar);
+  void check_stream() const;
   void check_dtype(const char* name, const epx_tensor& tensor, Type type);
   std::span<const epx_dtype> row_dtypes(Type type);
   std::byte* recv_scales();

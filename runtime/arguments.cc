@@ -5,6 +5,7 @@
 
 #include <fmt/format.h>
 
+#include "base/dtypes.h"
 #include "base/error.h"
 #include "base/names.h"
 #include "runtime/argument_checker.h"
@@ -212,6 +213,36 @@ DispatchRankMajorCall check(const GroupContext& context, const epx_dispatch_rank
   if (args.reserved0 != 0) checker.refuse("reserved0 is {}; it must be 0", args.reserved0);
   call.is_compact = args.row_spacing == EPX_ROWS_COMPACT;
   return finish(checker, call);
+}
+
+RaggedAllToAllCall check(const GroupContext& context, const epx_ragged_all_to_all_args& args) {
+  ArgumentChecker checker(context, args);
+  RaggedAllToAllCall call{};
+  call.stream = args.stream;
+  call.operand = checker.rows_in("operand", args.operand, Dim::N);
+  call.output = checker.rows_out("output", args.output, "operand", *args.operand, Dim::M);
+  call.input_offsets = checker.in("input_offsets", args.input_offsets, Type::counts, {Dim::K});
+  call.send_sizes = checker.in("send_sizes", args.send_sizes, Type::like_counts, {Dim::K});
+  call.output_offsets = checker.in("output_offsets", args.output_offsets, Type::like_counts, {Dim::K});
+  call.recv_sizes = checker.in("recv_sizes", args.recv_sizes, Type::like_counts, {Dim::K});
+  call.integers_are_64 = args.input_offsets->dtype == EPX_INT64;
+  call.operand_rows = checker.decided(Dim::N);
+  call.output_rows = checker.decided(Dim::M);
+  call.row_bytes = row_bytes(args.operand->dtype, checker.decided(Dim::H));
+  const int num_ranks = context.shape.num_ranks;
+  const int64_t slices = checker.decided(Dim::K);
+  if (slices < 1 || slices > EPX_MAX_SLICES || slices % num_ranks != 0)
+    checker.refuse("input_offsets has K = sizes[0] = {} slices; it must be a multiple of the {} ranks, 1..{}", slices,
+                   num_ranks, static_cast<int>(EPX_MAX_SLICES));
+  call.num_slices = static_cast<int>(slices);
+  if (args.direction != EPX_SLICES_FORWARD && args.direction != EPX_SLICES_TRANSPOSED)
+    checker.refuse("direction is {}; it must be EPX_SLICES_FORWARD ({}) or EPX_SLICES_TRANSPOSED ({})",
+                   static_cast<int>(args.direction), static_cast<int>(EPX_SLICES_FORWARD),
+                   static_cast<int>(EPX_SLICES_TRANSPOSED));
+  if (args.reserved0 != 0) checker.refuse("reserved0 is {}; it must be 0", args.reserved0);
+  call.is_transposed = args.direction == EPX_SLICES_TRANSPOSED;
+  checker.no_overlap();
+  return call;
 }
 
 CombineCall check(const GroupContext& context, const epx_combine_rank_major_args& args) {

@@ -416,8 +416,9 @@ typedef struct epx_memory_plan {
   int64_t max_recv_tokens_per_rank; /**< R, resolved, in rows */
   int64_t window_bytes;             /**< memory that every peer can store into, one per rank */
   int64_t control_bytes;            /**< of which: call descriptors, flags, abort record, exchange board */
-  int64_t count_bytes;              /**< of which: route counts, [2, P, E]; experts of the routing all-gather */
-  int64_t slot_record_bytes;        /**< of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
+  /** Of which: route counts, [2, P, E]; experts of the routing all-gather; the integers of ragged_all_to_all. */
+  int64_t count_bytes;
+  int64_t slot_record_bytes; /**< of which: origins of slots, [R]; first slots of tokens, [P, max_tokens] */
   /** Of which: staged rows of dispatch and combine_bwd. dispatch has places of their own for up to 512 tokens. */
   int64_t scatter_row_bytes;
   int64_t scatter_sidecar_bytes; /**< of which: sidecars of the rows in scatter_row_bytes */
@@ -1108,7 +1109,7 @@ typedef struct epx_ragged_all_to_all_args {
  * wrong. The integers are read on the device: no call waits on the host, and a graph replays with what they are then.
  *
  * Collective, with the conventions and errors of the other operations. Ranks disagree on K, the bytes of a row or the
- * direction: MISMATCH, sticky. UNSUPPORTED: a group of several nodes; an output that does not lie in memory of the group and
+ * direction: MISMATCH, sticky. UNSUPPORTED: a group of several nodes; on GPUs an output outside memory of the group that
  * would take more than 512 rounds. */
 EPX_API epx_status epx_ragged_all_to_all(epx_group group, const epx_ragged_all_to_all_args* args);
 

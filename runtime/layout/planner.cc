@@ -17,7 +17,7 @@ epx_memory_plan plan_memory(const GroupShape& shape, epx_transport transport) {
   plan.max_recv_tokens_per_rank = shape.max_recv_tokens;
   plan.window_bytes = layout.total_bytes;
   plan.control_bytes = layout.control_bytes();
-  plan.count_bytes = layout.counts.bytes + layout.gathered_routes.bytes;
+  plan.count_bytes = layout.counts.bytes + layout.gathered_routes.bytes + layout.slice_records.bytes;
   plan.slot_record_bytes = layout.ll_slot_records.bytes + layout.first_slots.bytes; // and the rank-major routes
   plan.scatter_row_bytes = layout.scatter_rows.bytes + layout.ll_scatter_rows.bytes;
   plan.scatter_sidecar_bytes = layout.scatter_sidecars.bytes;

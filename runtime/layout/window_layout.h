@@ -48,24 +48,25 @@ struct alignas(128) CallDescriptor {
   uint8_t operation;
   uint8_t top_k;
   uint8_t weights : 4;     // bit 0: weights are passed; bit 1: weight gradients are wanted
-  uint8_t row_spacing : 4; // dispatch_rank_major: epx_row_spacing
+  uint8_t row_spacing : 4; // dispatch_rank_major: epx_row_spacing; ragged_all_to_all: epx_slice_direction
   uint8_t dtype;           // of what is read
   uint8_t recv_dtype;      // of what is written
   uint8_t scaling;         // of the row format, as the next two
   uint8_t element_dtype;
   uint8_t scale_dtype;
   int32_t alignment;
-  int32_t hidden;
+  int32_t hidden;        // ragged_all_to_all: the bytes of a row
   int32_t sidecar_bytes; // per row
   uint32_t amax_floor;   // of the row format: the bits of a float
-  // mem_free: number of the allocation; rank-major calls: M, the rows of a source; prepare: the stride of zones.
+  // mem_free: number of the allocation; rank-major calls: M, the rows of a source; prepare: the stride of zones;
+  // ragged_all_to_all: the number of slices.
   int64_t subject;
   // Fields of this rank.
-  int64_t num_tokens; // T
+  int64_t num_tokens; // T; ragged_all_to_all: N, the rows of operand
   // Movements: HandleHeader::plan_id, or 0 when the handle memory is not usable. prepare and prepare_dispatch of kernels: the
   // sequence number of this call. Other calls: 0.
   uint64_t plan_id;
-  int64_t recv_rows; // N
+  int64_t recv_rows; // N; ragged_all_to_all: M, the rows of output
   // Number of the allocation that holds the rows [N, H], and their offset in it in bytes; -1: none, or not used. In a scatter
   // and in dispatch_rank_major peers store receive rows there; in a gather of the host transport they read the rows there.
   int64_t rows_allocation;
@@ -254,6 +255,11 @@ constexpr bool is_sound(const Waiting& waiting, int num_ranks) {
          waiting.peer < num_ranks;
 }
 
+// Of ragged_all_to_all: what a rank tells a peer of the slices between them (runtime/layout/slices.h), and the most rounds in
+// which rows pass through staging.
+constexpr int kNumSliceFields = 4;
+constexpr int kMaxSliceRounds = 512;
+
 // Gather signals the splits of a row one by one, and moves them so where warps have few of them (docs/tuning.md).
 constexpr int kMaxRowSplits = 2;
 
@@ -264,11 +270,14 @@ struct WindowLayout {
   // By source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call.
   Region call_descriptors;
   Region complete; // Flag [P], by source rank: last call whose data from that rank has all been stored here
+  Region
+      slice_flags; // Epoch [2, P, kMaxSliceRounds], by peer: rounds that it has stored here, and has copied there; kernels only
   // kExchangeRecordBytes [P], by source rank; dispatch_rank_major: RankMajorCounts; kernels: LlPacket16 [2], by parity.
   Region board;
   // Prepare.
   Region counts;          // routes from each rank to each expert: int32 [2, P, E], by parity; kernels: LlPacket8 [2, P, E]
   Region gathered_routes; // LlPacket8 [2, P, gathered_routes_per_rank], by parity and source rank: experts; kernels only
+  Region slice_records;   // int32 [P, kNumSliceFields, EPX_MAX_SLICES / P], by peer; kernels: LlPacket8 [2, ...], by parity
   Region ll_slot_records; // LlSlotRecord [R]; see rank_major_routes()
   Region first_slots;     // LlPacket8 [P, max_tokens]: each token's first slot here, by source rank; kernels only
   // Scatter (dispatch, combine_bwd), stored by the token's rank.
@@ -357,9 +366,12 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   append(layout.call_descriptors, has_kernels ? 2 * ranks : ranks,
          has_kernels ? sizeof(LlCallDescriptor) : sizeof(CallDescriptor));
   append(layout.complete, ranks, sizeof(Flag));
+  append_for_kernels(layout.slice_flags, 2 * ranks * kMaxSliceRounds, sizeof(Epoch));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));
   append_for_kernels(layout.gathered_routes, 2 * ranks * layout.gathered_routes_per_rank, sizeof(LlPacket8));
+  append(layout.slice_records, (has_kernels ? 2 : 1) * kNumSliceFields * EPX_MAX_SLICES,
+         has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));
   append(layout.ll_slot_records, shape.max_recv_tokens, kLlSlotRecordBytes);
   append_for_kernels(layout.first_slots, ranks * tokens, sizeof(LlPacket8));
   append(layout.scatter_rows, layout.scatter_staging_rows, layout.row_stride);

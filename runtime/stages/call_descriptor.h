@@ -82,4 +82,15 @@ constexpr CallDescriptor describe(const PrepareDispatchCall& call, const Allocat
   return descriptor;
 }
 
+constexpr CallDescriptor describe(const RaggedAllToAllCall& call, const AllocationPlace& output) {
+  CallDescriptor descriptor = describe(EPX_OP_RAGGED_ALL_TO_ALL, call.num_slices);
+  descriptor.row_spacing = call.is_transposed ? 1 : 0;
+  descriptor.hidden = static_cast<int32_t>(call.row_bytes);
+  descriptor.num_tokens = call.operand_rows;
+  descriptor.recv_rows = call.output_rows;
+  descriptor.rows_allocation = output.allocation;
+  descriptor.rows_offset = output.offset;
+  return descriptor;
+}
+
 } // namespace epx

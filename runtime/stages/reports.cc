@@ -32,14 +32,31 @@ std::string format_row_spacing(int64_t value) {
   return value == EPX_ROWS_COMPACT ? "EPX_ROWS_COMPACT" : "EPX_ROWS_STRIDED";
 }
 
+std::string format_direction(int64_t value) {
+  return value == EPX_SLICES_TRANSPOSED ? "EPX_SLICES_TRANSPOSED" : "EPX_SLICES_FORWARD";
+}
+
+constexpr bool has_slices(const CallDescriptor& descriptor) {
+  return descriptor.operation == EPX_OP_RAGGED_ALL_TO_ALL;
+}
+
 constexpr bool makes_zones(const CallDescriptor& descriptor) {
   return descriptor.operation == EPX_OP_PREPARE || descriptor.operation == EPX_OP_PREPARE_DISPATCH;
 }
 
 constexpr std::array kCallFields = {
+    CallField{"K, the number of slices,",
+              [](const CallDescriptor& descriptor) -> int64_t { return has_slices(descriptor) ? descriptor.subject : 0; }},
+    CallField{"the number of bytes of a row",
+              [](const CallDescriptor& descriptor) -> int64_t { return has_slices(descriptor) ? descriptor.hidden : 0; }},
+    CallField{
+        "direction",
+        [](const CallDescriptor& descriptor) -> int64_t { return has_slices(descriptor) ? descriptor.row_spacing : 0; },
+        format_direction},
     CallField{"top_k", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.top_k; }},
     CallField{"alignment", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.alignment; }},
-    CallField{"hidden size", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.hidden; }},
+    CallField{"hidden size",
+              [](const CallDescriptor& descriptor) -> int64_t { return has_slices(descriptor) ? 0 : descriptor.hidden; }},
     CallField{"dtype", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.dtype; }, format_dtype},
     CallField{"dtype of the receive rows",
               [](const CallDescriptor& descriptor) -> int64_t { return descriptor.recv_dtype; }, format_dtype},
@@ -57,9 +74,13 @@ constexpr std::array kCallFields = {
     CallField{"zone_stride",
               [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? descriptor.subject : 0; }},
     CallField{"M, the rows for each source rank,",
-              [](const CallDescriptor& descriptor) -> int64_t { return makes_zones(descriptor) ? 0 : descriptor.subject; }},
-    CallField{"row_spacing", [](const CallDescriptor& descriptor) -> int64_t { return descriptor.row_spacing; },
-              format_row_spacing},
+              [](const CallDescriptor& descriptor) -> int64_t {
+                return makes_zones(descriptor) || has_slices(descriptor) ? 0 : descriptor.subject;
+              }},
+    CallField{
+        "row_spacing",
+        [](const CallDescriptor& descriptor) -> int64_t { return has_slices(descriptor) ? 0 : descriptor.row_spacing; },
+        format_row_spacing},
 };
 
 // Returns "dispatch (call 7)"; "dispatch" where the host does not know the number.
@@ -105,6 +126,38 @@ Event too_few_rows_event(CallName call, int64_t dropped, int64_t recv_rows, int6
   return {EPX_EVENT_TOO_FEW_ROWS, call.operation, call.sequence, static_cast<uint64_t>(dropped),
           fmt::format("{}: the receive tensors have {} rows, {} are in use: {} routes were dropped", format(call),
                       recv_rows, rows_in_use, dropped)};
+}
+
+Event bad_slices_event(CallName call, const BadSlices& bad, int rank, int64_t slices_per_rank) {
+  const SeenSlice& first = bad.first;
+  const SliceRecord& record = first.record;
+  const auto peer = static_cast<int>(first.slice / slices_per_rank);
+  const std::string name = first.is_own ? fmt::format("slice {}, which goes to rank {},", first.slice, peer)
+                                        : fmt::format("slice {} of rank {}, which goes to this rank,",
+                                                      rank * slices_per_rank + first.slice % slices_per_rank, peer);
+  const auto size = [](int32_t told) {
+    return told < 0 ? std::string("a number that is no number of rows") : fmt::format("{} rows", told);
+  };
+  std::string why;
+  switch (first.fault) {
+  case SliceFault::leaves_author:
+    why = first.is_own ? "leaves this rank's tensor, with its entries of send_sizes and input_offsets"
+                       : "leaves that rank's tensor";
+    break;
+  case SliceFault::leaves_peer:
+    why = fmt::format("leaves the tensor of {}: {} from row {} on",
+                      first.is_own ? fmt::format("rank {}", peer) : std::string("this rank"), size(record.size),
+                      record.output_offset == kNoOffset ? std::string("that no tensor has")
+                                                        : std::to_string(record.output_offset));
+    break;
+  default:
+    why = fmt::format("has {} in send_sizes and {} in recv_sizes of {}", size(record.size), size(record.recv_size),
+                      first.is_own ? fmt::format("rank {}", peer) : std::string("this rank"));
+    break;
+  }
+  return {
+      EPX_EVENT_BAD_SLICE, call.operation, call.sequence, static_cast<uint64_t>(bad.count),
+      fmt::format("{}: {} slices from or to this rank did not move; the first, {} {}", format(call), bad.count, name, why)};
 }
 
 std::string why_unusable(const HandleHeader& header, const HandleUse& use, const GroupContext& context) {

@@ -9,6 +9,7 @@
 
 #include "runtime/group_context.h"
 #include "runtime/layout/handle_memory.h"
+#include "runtime/layout/slices.h"
 #include "runtime/status_board.h"
 
 namespace epx {
@@ -44,6 +45,24 @@ std::string why_unusable(const HandleHeader& header, const HandleUse& use, const
 std::string why_body_unusable();
 Event unusable_handle_event(CallName call, const std::string& why);
 Event plan_mismatch_event(CallName call, uint64_t own_plan, uint64_t their_plan, int mismatched_rank);
+
+// A slice of ragged_all_to_all, as this rank sees it.
+struct SeenSlice {
+  int64_t slice; // i of its author; where that is a peer, j = slice % (K / P) tells which of its slices to this rank
+  bool is_own;   // this rank is its author
+  SliceFault fault;
+  SliceRecord record;
+};
+// Those that did not move: how many, and the first.
+struct BadSlices {
+  int64_t count;
+  SeenSlice first;
+
+  void add(const SeenSlice& slice) {
+    if (slice.fault != SliceFault::none && count++ == 0) first = slice;
+  }
+};
+Event bad_slices_event(CallName call, const BadSlices& bad, int rank, int64_t slices_per_rank);
 
 // ---- Sticky errors: they end the group ----
 

@@ -2,7 +2,7 @@
 // Every backend implements these operations, which are behind the C API. Their arguments have been checked: shapes fit the
 // group, and required pointers are not NULL.
 //
-// There are two movements. *Scatter* carries rows from tokens to slots: dispatch and combine_bwd. *Gather* carries rows
+// There are two movements of a layer. *Scatter* carries rows from tokens to slots: dispatch and combine_bwd. *Gather* carries rows
 // from slots to tokens and sums them: combine and dispatch_bwd. Weights and gradients are variations of these two.
 //
 // The rank-major layout has a plan of its own, which dispatch_rank_major makes. To the movements it is one in which each token
@@ -157,6 +157,23 @@ struct DispatchBwdCall : MovementCall {
   constexpr int32_t passed_weights() const { return grad_recv_weights != nullptr ? 2 : 0; }
 };
 
+// Slices of rows, without a layer and without a plan. The integers are [K], and lie where the rows do.
+struct RaggedAllToAllCall {
+  epx_stream stream;    // NULL on the host
+  int num_slices;       // K
+  int64_t row_bytes;    // at most 2^31 - 1
+  int64_t operand_rows; // N, below 2^31, as M
+  int64_t output_rows;  // M
+  const std::byte* operand;
+  std::byte* output;
+  const void* input_offsets;
+  const void* send_sizes;
+  const void* output_offsets;
+  const void* recv_sizes;
+  bool integers_are_64;
+  bool is_transposed;
+};
+
 // The operation of a call, and the stream that it is made on.
 struct CallHead {
   epx_operation operation;
@@ -170,6 +187,9 @@ constexpr CallHead head_of(const MovementCall& call) {
 }
 constexpr CallHead head_of(const PrepareDispatchCall& call) {
   return head_of(call.dispatch);
+}
+constexpr CallHead head_of(const RaggedAllToAllCall& call) {
+  return {EPX_OP_RAGGED_ALL_TO_ALL, call.stream};
 }
 
 // The handle memory that a call writes its plan into. The other calls read a plan.

@@ -22,7 +22,8 @@ std::string why_handle_unusable(const GroupContext& context, const MovementCall&
   return why;
 }
 
-// Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
+} // namespace
+
 std::byte* registered_address(const HostGroup& group, int rank, const AllocationPlace& place, int64_t rows,
                               int64_t bytes_each) {
   if (place.allocation == kNotRegistered.allocation) return nullptr;
@@ -32,8 +33,6 @@ std::byte* registered_address(const HostGroup& group, int rank, const Allocation
                                                rank, rows, bytes_each, place.offset, place.allocation));
   return group.allocations.peer_address(rank, place);
 }
-
-} // namespace
 
 void report_rows_beyond(const Movement& movement) {
   const HostGroup& group = movement.group;

@@ -69,6 +69,10 @@ inline AllocationPlace place_of(const HostGroup& group, const MovementCall& call
   return group.allocations.locate(rows, call.recv_rows * recv_row_bytes(call));
 }
 
+// Returns the address of the rows that the descriptor of `rank` names; NULL where they lie in no allocation of the group.
+std::byte* registered_address(const HostGroup& group, int rank, const AllocationPlace& place, int64_t rows,
+                              int64_t bytes_each);
+
 // Finds each peer's receive rows and weights in registered memory; NULL where they are not in any.
 void find_rows(HostGroup& group, const MovementCall& call);
 
