@@ -102,6 +102,10 @@ EPX_HOST_DEVICE inline SliceBytes bytes_in(const MovingSlice& slice, int64_t row
   const int64_t last = end < image.end ? end : image.end;
   return {from + (first - to), first, last > first ? last - first : 0};
 }
+// Kernels store the next image into staging while they copy the last one, so that an image is half of it.
+EPX_HOST_DEVICE inline int64_t slice_image_bytes(const WindowLayout& layout) {
+  return layout.scatter_rows.bytes / 2;
+}
 constexpr SliceImage kWholeOutput{0, std::numeric_limits<int64_t>::max()};
 
 } // namespace epx

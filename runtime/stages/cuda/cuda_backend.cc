@@ -8,6 +8,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,7 @@
 #include "base/stream_order.h"
 #include "base/suspension_aware_deadline.h"
 #include "runtime/allocations.h"
+#include "runtime/layout/slices.h"
 #include "runtime/stages/call_descriptor.h"
 #include "runtime/stages/cuda/board_exchange.h"
 #include "runtime/stages/cuda/device_idle.h"
@@ -165,6 +167,7 @@ private:
   template <typename Call>
   void make(const Call& call, cudaError_t (*launch_call)(const Launcher&, const Call&)) {
     const auto [operation, stream_of_call] = head_of(call);
+    if constexpr (std::is_same_v<Call, RaggedAllToAllCall>) require_rounds(call);
     launch(operation, stream_of_call, [&](const DeviceGroup& group, cudaStream_t stream) {
       const Launcher launcher{group, plan_, allocations_, stream};
       if (!context_.checks_handle_mem) return launch_call(launcher, call);
@@ -172,6 +175,8 @@ private:
         const auto [top_k, handle_mem] = written_plan(call);
         const cudaError_t error = launch_call(launcher, call);
         return error != cudaSuccess ? error : launch_seal(group, top_k, handle_mem, stream);
+      } else if constexpr (!std::is_base_of_v<MovementCall, Call>) {
+        return launch_call(launcher, call);
       } else {
         check_cuda(launch_check(group, call, stream), "the check of the handle memory");
         Call checked = call;
@@ -179,6 +184,17 @@ private:
         return launch_call(launcher, checked);
       }
     });
+  }
+
+  void require_rounds(const RaggedAllToAllCall& call) const {
+    const int64_t bytes = call.output_rows * call.row_bytes;
+    const int64_t rounds = slice_rounds(bytes, slice_image_bytes(context_.layout));
+    if (rounds > kMaxSliceRounds && num_ranks() > 1 && !allocations_.locate(call.output, bytes).is_registered())
+      fail(EPX_ERROR_UNSUPPORTED,
+           "epx_ragged_all_to_all: output has {} bytes outside of memory from epx_mem_alloc, and the group's staging takes "
+           "{} "
+           "at a time: of {} rounds that these are, {} are the most",
+           bytes, slice_image_bytes(context_.layout), rounds, kMaxSliceRounds);
   }
 
   // Throws the failure that kernels have reported so far. launch_kernel(group, stream) launches the operation's kernel.
@@ -446,6 +462,10 @@ private:
 
 AllocationPlace Launcher::place_of(const MovementCall& call, const std::byte* rows) const {
   return allocations.locate(rows, call.recv_rows * row_bytes(call.recv_dtype, call.hidden));
+}
+
+AllocationPlace Launcher::place_of_output(const RaggedAllToAllCall& call) const {
+  return allocations.locate(call.output, call.output_rows * call.row_bytes);
 }
 
 std::unique_ptr<LegBackend> make_backend(const GroupContext& context, int num_comm_sms,

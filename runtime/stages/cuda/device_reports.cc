@@ -61,6 +61,11 @@ Event RecordReader::format(const EventRecord& event) const {
     return overflow_event(call, {v[0], v[1], v[2], v[3]}, name_of_rank(context_.rank), context_.shape.max_recv_tokens);
   case EPX_EVENT_TOO_FEW_ROWS:
     return too_few_rows_event(call, v[0], v[1], v[2]);
+  case EPX_EVENT_BAD_SLICE: {
+    const SliceRecord record{static_cast<int32_t>(v[3] >> 32), 0, static_cast<int32_t>(v[4]), static_cast<int32_t>(v[3])};
+    const SeenSlice first{v[1] / 2, v[1] % 2 == 0, static_cast<SliceFault>(v[2] % 256), record};
+    return bad_slices_event(call, {v[0], first}, context_.rank, v[2] / 256);
+  }
   default:
     break;
   }

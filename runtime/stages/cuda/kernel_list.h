@@ -40,6 +40,9 @@ std::vector<const void*> batch_gather_kernels();     // their blocks have kBatch
 size_t movement_shared_bytes();                      // of each block of scatter and gather, ...
 size_t batch_gather_shared_bytes();                  // ... and of gather by batches
 
+const void* ragged_all_to_all_kernel_address(); // its blocks have the threads of a movement's
+size_t ragged_shared_bytes();
+
 std::vector<const void*> checksum_kernels();
 
 const void* abort_kernel_address();

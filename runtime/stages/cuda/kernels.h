@@ -24,6 +24,7 @@ struct Launcher {
 
   // Returns where a call's receive rows lie in memory that peers reach, and store into in place.
   AllocationPlace place_of(const MovementCall& call, const std::byte* rows) const;
+  AllocationPlace place_of_output(const RaggedAllToAllCall& call) const;
 };
 
 // Call has format_tensors.

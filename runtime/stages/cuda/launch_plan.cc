@@ -204,7 +204,8 @@ LaunchPlan::LaunchPlan(const GroupShape& shape, int64_t max_ll_tokens, int num_c
                               blocks_of_all(rank_major_kernels()), blocks_of_all(rank_major_gather_kernels())});
   gather_blocks_ = std::min({blocks_of_all(gather_kernels()), blocks_of_all(quantised_gather_kernels()),
                              blocks_of_all(batch_gather_kernels(), kBatchGatherThreads, batch_gather_shared_bytes())});
-  if (prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
+  slice_blocks_ = blocks_of_all({ragged_all_to_all_kernel_address()}, kMovementThreads, ragged_shared_bytes());
+  if (slice_blocks_ < 1 || prepare_blocks_ < 1 || prepare_dispatch_blocks_ < 1 || scatter_blocks_ < 1 || gather_blocks_ < 1)
     fail(EPX_ERROR_UNSUPPORTED, "this GPU cannot run a block of epx's kernels");
 }
 
@@ -216,6 +217,12 @@ Grid LaunchPlan::next(int blocks, int threads, size_t shared_bytes, cudaStream_t
   last_stream_ = stream;
   last_blocks_ = blocks;
   return {blocks, threads, shared_bytes, pdl};
+}
+
+Grid LaunchPlan::next_slices(int64_t tiles, cudaStream_t stream) {
+  constexpr int64_t kWarps = kMovementThreads / 32;
+  const auto blocks = static_cast<int>(std::clamp<int64_t>((tiles + kWarps - 1) / kWarps, 1, slice_blocks_));
+  return next(blocks, kMovementThreads, ragged_shared_bytes(), stream);
 }
 
 int LaunchPlan::room_beside_last(cudaStream_t stream) const {

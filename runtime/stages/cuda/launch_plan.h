@@ -103,6 +103,9 @@ public:
   int num_sms() const { return num_sms_; } // the SMs that the group takes at most
   int max_prepare_blocks() const { return prepare_blocks_; }
 
+  // The grid of the group's next ragged_all_to_all, in which warps copy up to so many tiles.
+  Grid next_slices(int64_t tiles, cudaStream_t stream);
+
   // Each returns the grid of the group's next kernel, which is then launched on `stream`. `routes` is the number of this rank's
   // routes; `tokens` and `row_bytes` are those of this rank's call. `pad_alignment` is the alignment of zones whose pads the
   // kernel clears; 1: it clears none. The caller serializes these calls.
@@ -141,6 +144,7 @@ private:
   size_t prepare_shared_bytes_;
   size_t prepare_dispatch_shared_bytes_;
   int prepare_dispatch_blocks_;
+  int slice_blocks_;
   int scatter_blocks_, gather_blocks_;
   // The group's last kernel.
   cudaStream_t last_stream_ = nullptr;

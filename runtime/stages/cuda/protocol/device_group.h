@@ -104,6 +104,8 @@ struct alignas(32) DeviceState {
   // Counters of the call in progress; each returns to 0 when it has reached its end.
   unsigned long long send_tiles_taken, receive_tiles_taken; // tiles of a movement
   uint32_t senders_done;                                    // calls of CallSession::sent()
+  // ragged_all_to_all: blocks that have ended a round, by its parity.
+  uint32_t slice_blocks_stored[2], slice_blocks_copied[2];
 
   uint32_t failed;        // 1 when a block reports a failure, or has, or the host will; kernels end at once
   uint64_t asked_host_at; // nanoseconds; when a thread last polled the host's abort record
