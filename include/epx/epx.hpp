@@ -537,6 +537,18 @@ struct DispatchRankMajorBwdArgs {
   RowFormat format = {};         // optional
 };
 
+// Slices of rows, which need no layer.
+struct RaggedAllToAllArgs {
+  epx_stream stream = nullptr;
+  ConstTensor operand = {};
+  Tensor output = {}; // rows that nothing lands on keep what they have
+  ConstTensor input_offsets = {};
+  ConstTensor send_sizes = {};
+  ConstTensor output_offsets = {};
+  ConstTensor recv_sizes = {};
+  epx_slice_direction direction = EPX_SLICES_FORWARD;
+};
+
 // ---- Memory that peers reach -----------------------------------------------------------------------------------------
 
 // Memory from GroupView::mem_alloc or mem_register. epx_mem_free is a call of all ranks, and leaving a scope is the matter
@@ -777,11 +789,25 @@ public:
     require_success(epx_dispatch_rank_major_bwd(group_, &call), "epx_dispatch_rank_major_bwd");
   }
 
+  void ragged_all_to_all(const RaggedAllToAllArgs& args) const {
+    epx_ragged_all_to_all_args call = {};
+    call.struct_size = sizeof(call);
+    call.stream = args.stream;
+    call.operand = args.operand.get();
+    call.output = args.output.get();
+    call.input_offsets = args.input_offsets.get();
+    call.send_sizes = args.send_sizes.get();
+    call.output_offsets = args.output_offsets.get();
+    call.recv_sizes = args.recv_sizes.get();
+    call.direction = args.direction;
+    require_success(epx_ragged_all_to_all(group_, &call), "epx_ragged_all_to_all");
+  }
+
 protected:
   epx_group group_ = nullptr;
 
 private:
-  // What all args structs begin with.
+  // What the args structs of a layer begin with.
   template <typename CArgs, typename Args>
   static CArgs c_args(const Args& args) noexcept {
     CArgs call = {};

@@ -203,7 +203,8 @@ TEST_CASE("calls on an empty view or owner are refused with their names") {
            {"epx_dispatch", [&] { group.dispatch({}); }},
            {"epx_combine", [&] { group.combine({}); }},
            {"epx_combine_bwd", [&] { group.combine_bwd({}); }},
-           {"epx_dispatch_bwd", [&] { group.dispatch_bwd({}); }}}) {
+           {"epx_dispatch_bwd", [&] { group.dispatch_bwd({}); }},
+           {"epx_ragged_all_to_all", [&] { group.ragged_all_to_all({}); }}}) {
     const epx::Error error = error_of(call);
     CHECK(error.status() == EPX_ERROR_INVALID_ARGUMENT);
     CHECK(name == error.function());
@@ -577,6 +578,40 @@ TEST_CASE("rank-major rows without gaps") {
                               .expert_out = {recv_tokens, rows},
                               .out = {out, {kTokens, kHidden}}});
     require(out == std::vector<float>(out.size(), 2.0F + 2.0F * static_cast<float>(rank)), "the sums");
+  });
+}
+
+TEST_CASE("slices of rows, there and back") {
+  with_group(2, [](epx::Group& group, int rank) {
+    // Rank r has r + 1 rows for each rank. They land behind the first row, those of rank 0 first.
+    const int64_t mine = rank + 1;
+    const std::vector<float> operand(static_cast<size_t>(2 * mine * kHidden), 1.0F + static_cast<float>(rank));
+    const std::vector<int64_t> input_offsets = {0, mine}, send_sizes = {mine, mine}, recv_sizes = {1, 2};
+    const std::vector<int64_t> output_offsets(2, rank == 0 ? 1 : 2);
+    std::vector<float> output(5 * kHidden, 9.0F);
+    group.ragged_all_to_all({.operand = {operand, {2 * mine, kHidden}},
+                             .output = {output, {5, kHidden}},
+                             .input_offsets = input_offsets,
+                             .send_sizes = send_sizes,
+                             .output_offsets = output_offsets,
+                             .recv_sizes = recv_sizes});
+    const std::vector<float> expected = {9, 9, 9, 1, 1, 1, 2, 2, 2, 2, 2, 2, 9, 9, 9};
+    require(output == expected, "the rows of both ranks, between rows that stay");
+
+    std::vector<float> returned(operand.size());
+    group.ragged_all_to_all({.operand = {output, {5, kHidden}},
+                             .output = {returned, {2 * mine, kHidden}},
+                             .input_offsets = input_offsets,
+                             .send_sizes = send_sizes,
+                             .output_offsets = output_offsets,
+                             .recv_sizes = recv_sizes,
+                             .direction = EPX_SLICES_TRANSPOSED});
+    require(returned == operand, "the rows that come back");
+
+    const epx::Error error = error_of([&] { group.ragged_all_to_all({.operand = {operand, {2 * mine, kHidden}}}); });
+    require(error.status() == EPX_ERROR_INVALID_ARGUMENT && std::string(error.function()) == "epx_ragged_all_to_all" &&
+                contains(error.what(), "output is NULL"),
+            error.what());
   });
 }
 
