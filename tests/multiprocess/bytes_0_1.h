@@ -32,6 +32,8 @@ inline constexpr size_t kBytes01<epx_dispatch_rank_major_bwd_args> = 72;
 template <>
 inline constexpr size_t kBytes01<epx_prepare_dispatch_args> = 136;
 template <>
+inline constexpr size_t kBytes01<epx_ragged_all_to_all_args> = 72;
+template <>
 inline constexpr size_t kBytes01<epx_group_info> = 88;
 template <>
 inline constexpr size_t kBytes01<epx_memory_plan> = 104;

@@ -41,6 +41,7 @@ const std::vector<Entry>& calls_of_one_thread() {
       {"epx_combine_rank_major", [](epx_group group) { return epx_combine_rank_major(group, nullptr); }},
       {"epx_combine_rank_major_bwd", [](epx_group group) { return epx_combine_rank_major_bwd(group, nullptr); }},
       {"epx_dispatch_rank_major_bwd", [](epx_group group) { return epx_dispatch_rank_major_bwd(group, nullptr); }},
+      {"epx_ragged_all_to_all", [](epx_group group) { return epx_ragged_all_to_all(group, nullptr); }},
       {"epx_mem_alloc", [](epx_group group) { return epx_mem_alloc(group, 4096, nullptr); }},
       {"epx_mem_register", [](epx_group group) { return epx_mem_register(group, nullptr, 0); }},
       {"epx_mem_free", [](epx_group group) { return epx_mem_free(group, nullptr); }},

@@ -76,4 +76,5 @@ SLOWED(epx_dispatch_rank_major)
 SLOWED(epx_combine_rank_major)
 SLOWED(epx_combine_rank_major_bwd)
 SLOWED(epx_dispatch_rank_major_bwd)
+SLOWED(epx_ragged_all_to_all)
 }

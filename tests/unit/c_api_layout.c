@@ -250,6 +250,17 @@ AT(epx_dispatch_rank_major_bwd_args, grad_tokens, 56);
 AT(epx_dispatch_rank_major_bwd_args, grad_topk_weights, 64);
 AT(epx_dispatch_rank_major_bwd_args, format, 72);
 
+AT(epx_ragged_all_to_all_args, struct_size, 0);
+AT(epx_ragged_all_to_all_args, stream, 8);
+AT(epx_ragged_all_to_all_args, operand, 16);
+AT(epx_ragged_all_to_all_args, output, 24);
+AT(epx_ragged_all_to_all_args, input_offsets, 32);
+AT(epx_ragged_all_to_all_args, send_sizes, 40);
+AT(epx_ragged_all_to_all_args, output_offsets, 48);
+AT(epx_ragged_all_to_all_args, recv_sizes, 56);
+AT(epx_ragged_all_to_all_args, direction, 64);
+AT(epx_ragged_all_to_all_args, reserved0, 68);
+
 SIZE(epx_status, 4);
 IS(EPX_SUCCESS, 0);
 IS(EPX_ERROR_INVALID_ARGUMENT, 1);
@@ -318,6 +329,11 @@ IS(EPX_OP_COMBINE_RANK_MAJOR_BWD, 10);
 IS(EPX_OP_DISPATCH_RANK_MAJOR_BWD, 11);
 IS(EPX_OP_PREPARE_DISPATCH, 12);
 IS(EPX_OP_ALL_GATHER, 13);
+IS(EPX_OP_RAGGED_ALL_TO_ALL, 14);
+
+SIZE(epx_slice_direction, 4);
+IS(EPX_SLICES_FORWARD, 0);
+IS(EPX_SLICES_TRANSPOSED, 1);
 
 SIZE(epx_pads, 4);
 IS(EPX_PADS_ZERO, 0);
@@ -333,11 +349,13 @@ IS(EPX_EVENT_BAD_INDEX, 0);
 IS(EPX_EVENT_OVERFLOW, 1);
 IS(EPX_EVENT_TOO_FEW_ROWS, 2);
 IS(EPX_EVENT_HANDLE_MISMATCH, 3);
+IS(EPX_EVENT_BAD_SLICE, 4);
 
 IS(EPX_MAX_EVENT_KINDS, 16);
 IS(EPX_MAX_REPORTED_RANKS, 64);
 IS(EPX_MAX_MESSAGE_BYTES, 1024);
 IS(EPX_MAX_RECORD_BYTES, 256);
+IS(EPX_MAX_SLICES, 2048);
 
 /* The compiler and the linker check here that no signature has changed and no function is gone. */
 const struct {
@@ -371,6 +389,7 @@ const struct {
   epx_status (*combine_rank_major)(epx_group, const epx_combine_rank_major_args*);
   epx_status (*combine_rank_major_bwd)(epx_group, const epx_combine_rank_major_bwd_args*);
   epx_status (*dispatch_rank_major_bwd)(epx_group, const epx_dispatch_rank_major_bwd_args*);
+  epx_status (*ragged_all_to_all)(epx_group, const epx_ragged_all_to_all_args*);
 } epx_functions = {
     .version = epx_version,
     .status_string = epx_status_string,
@@ -402,6 +421,7 @@ const struct {
     .combine_rank_major = epx_combine_rank_major,
     .combine_rank_major_bwd = epx_combine_rank_major_bwd,
     .dispatch_rank_major_bwd = epx_dispatch_rank_major_bwd,
+    .ragged_all_to_all = epx_ragged_all_to_all,
 };
 
 int main(void) {

@@ -31,12 +31,13 @@ TEST_CASE("the first event is the lowest kind of the first call that had one, in
     record(EPX_EVENT_OVERFLOW, 3);
     record(EPX_EVENT_BAD_INDEX, 4); // a later call
     record(EPX_EVENT_HANDLE_MISMATCH, 3);
+    record(EPX_EVENT_BAD_SLICE, 3);
     const epx_group_report report = board.report();
     CHECK(report.first_event == EPX_EVENT_OVERFLOW);
     CHECK(report.first_event_sequence == 3);
     CHECK(report.message == std::string("event of call 3"));
     for (const epx_event_kind kind :
-         {EPX_EVENT_BAD_INDEX, EPX_EVENT_OVERFLOW, EPX_EVENT_TOO_FEW_ROWS, EPX_EVENT_HANDLE_MISMATCH})
+         {EPX_EVENT_BAD_INDEX, EPX_EVENT_OVERFLOW, EPX_EVENT_TOO_FEW_ROWS, EPX_EVENT_HANDLE_MISMATCH, EPX_EVENT_BAD_SLICE})
       CHECK(report.event_counts[kind] == 1);
     CHECK(board.report().event_counts[EPX_EVENT_OVERFLOW] == 0);
   }
