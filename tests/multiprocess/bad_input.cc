@@ -52,7 +52,8 @@ TEST_CASE("a refused call changes nothing and takes no sequence number") {
       }
       round.run_all();
       if (table[i].op == Op::prepare_dispatch) round.run_fused();
-      if (table[i].op >= Op::dispatch_rank_major) round.run_rank_major();
+      if (table[i].op >= Op::dispatch_rank_major && table[i].op != Op::ragged_all_to_all) round.run_rank_major();
+      if (table[i].op == Op::ragged_all_to_all) round.run_ragged();
     }
     check(wrong.empty(), "{}", wrong);
     if (rank == 0) num_cases = static_cast<int>(table.size());
@@ -269,6 +270,57 @@ TEST_CASE("rank-major: too few rows and bad indices are reported with their numb
     if (rank == 1) check_tells(report.message, {"dispatch_rank_major", "is 5", "token 2", "k 1"}, "a bad index");
     round.unmask();
     round.run_rank_major();
+  });
+}
+
+TEST_CASE("a bad slice is reported to its two ranks, with its number and the other rank") {
+  struct Integers { // of the slices of rank 0, of which slice 2 has two rows for rank 1
+    std::vector<int32_t> send_sizes, input_offsets, output_offsets;
+  };
+  struct Case {
+    const char* name;
+    std::function<void(Integers&)> spoil;
+    std::vector<std::string> words;
+    int slice = 2;
+  };
+  const std::vector<Case> table = {
+      {"another size than the peer's", [](Integers& all) { all.send_sizes[2] = 1; }, {"1 rows", "2 rows", "recv_sizes"}},
+      {"a negative size", [](Integers& all) { all.send_sizes[2] = -7; }, {"send_sizes"}},
+      {"a slice that leaves operand", [](Integers& all) { all.input_offsets[2] = kOperandRows - 1; }, {"leaves"}},
+      {"a slice that leaves output", [](Integers& all) { all.output_offsets[2] = kOutputRows; }, {"leaves"}},
+      {"a slice of the rank itself", [](Integers& all) { all.input_offsets[1] = -1; }, {"leaves"}, 1},
+  };
+  with_group(round_config(), [&](epx_group group, int rank) {
+    LayerRound round(group, rank);
+    for (const Case& bad : table) {
+      const auto calls = round.calls();
+      Integers integers;
+      const auto copy = [&](epx_tensor& tensor, std::vector<int32_t>& values) {
+        const auto* const good = static_cast<const int32_t*>(tensor.data);
+        values.assign(good, good + kSlices);
+        tensor.data = values.data();
+      };
+      copy(calls->send_sizes, integers.send_sizes);
+      copy(calls->input_offsets, integers.input_offsets);
+      copy(calls->output_offsets, integers.output_offsets);
+      if (rank == 0) bad.spoil(integers);
+      check_ok(call(Op::ragged_all_to_all, *calls), bad.name);
+      const epx_group_report report = GroupView(group).status();
+      const bool knows = rank == 0 || bad.slice / kSlicesPerRank == rank;
+      check_equal<uint64_t>(report.event_counts[EPX_EVENT_BAD_SLICE], knows ? 1 : 0, bad.name);
+      check(report.status == EPX_SUCCESS && (report.message[0] != '\0') == knows, "{}: \"{}\"", bad.name, report.message);
+      if (knows) {
+        const int other = bad.slice == 2 ? 1 - rank : rank;
+        check(report.first_event == EPX_EVENT_BAD_SLICE && report.first_event_operation == EPX_OP_RAGGED_ALL_TO_ALL,
+              "{}: another event: \"{}\"", bad.name, report.message);
+        check_tells(report.message, bad.words, bad.name);
+        check_tells(report.message,
+                    {"ragged_all_to_all", "1 slice", "slice " + std::to_string(bad.slice), "rank " + std::to_string(other)},
+                    bad.name);
+      }
+      round.run_ragged();
+    }
+    round.run_all();
   });
 }
 

@@ -28,6 +28,10 @@ std::byte sidecar_at(int rank, int t, int i) {
 int expert_at(int rank, int t, int k) {
   return (rank + t + k) % kExperts;
 }
+// The rows of slice i from a rank.
+int slice_rows_at(int rank, int i) {
+  return (rank + i) % 3;
+}
 
 uint16_t to_bf16(float value) {
   return static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16);
@@ -126,7 +130,7 @@ epx_status call(Op op, const Calls& calls) {
 #define EPX_TEST_CALL(NUMBER, name, ...)                                                                                   \
   case Op::name:                                                                                                           \
     return epx_##name(calls.group, calls.without_args ? nullptr : &calls.name);
-    EPX_LAYER_OPERATIONS(EPX_TEST_CALL)
+    EPX_OPERATIONS(EPX_TEST_CALL)
 #undef EPX_TEST_CALL
   }
   fail_check("no such operation");
@@ -169,6 +173,9 @@ void LayerRound::lay_out() {
   bytes[kRecvRowIdx] = kRowCount * kTopK * sizeof(int32_t);
   bytes[kRecvRowWeights] = kRowCount * kTopK * sizeof(float);
   bytes[kSourceCounts] = kRanks * sizeof(int64_t);
+  bytes[kOperand] = kOperandRows * kHidden * sizeof(uint16_t);
+  bytes[kOutput] = kOutputRows * kHidden * sizeof(uint16_t);
+  bytes[kInputOffsets] = bytes[kSendSizes] = bytes[kOutputOffsets] = bytes[kRecvSizes] = kSlices * sizeof(int32_t);
   size_t end = 0;
   for (int buffer = 0; buffer < kNumBuffers; ++buffer) {
     first_block_[buffer] = end;
@@ -188,6 +195,16 @@ void LayerRound::fill_inputs() {
       at(kSidecar)[t * kSidecarBytes + i] = sidecar_at(rank_, t, i);
     for (int k = 0; k < kTopK; ++k)
       as<float>(kTopkWeights)[t * kTopK + k] = weight_at(k);
+  }
+  for (int row = 0; row < kOperandRows; ++row)
+    for (int h = 0; h < kHidden; ++h)
+      as<uint16_t>(kOperand)[row * kHidden + h] = to_bf16(token_at(rank_, row, h));
+  for (int i = 0; i < kSlices; ++i) {
+    const int peer = i / kSlicesPerRank, of_peer = rank_ * kSlicesPerRank + i % kSlicesPerRank; // a slice from the peer
+    as<int32_t>(kInputOffsets)[i] = 3 * i;
+    as<int32_t>(kSendSizes)[i] = slice_rows_at(rank_, i);
+    as<int32_t>(kOutputOffsets)[i] = 3 * of_peer + 1;
+    as<int32_t>(kRecvSizes)[i] = slice_rows_at(peer, of_peer);
   }
   unmask();
 }
@@ -238,6 +255,13 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.recv_row_weights = epx_tensor_3d(at(kRecvRowWeights), EPX_FLOAT32, kRanks, kRowsPerSource, kTopK);
   c.source_counts = epx_tensor_1d(at(kSourceCounts), EPX_INT64, kRanks);
   c.grad_rows = epx_tensor_3d(at(kGradRows), kDtype, kRanks, kRowsPerSource, kHidden);
+
+  c.operand = epx_tensor_2d(at(kOperand), kDtype, kOperandRows, kHidden);
+  c.output = epx_tensor_2d(at(kOutput), kDtype, kOutputRows, kHidden);
+  c.input_offsets = epx_tensor_1d(at(kInputOffsets), EPX_INT32, kSlices);
+  c.send_sizes = epx_tensor_1d(at(kSendSizes), EPX_INT32, kSlices);
+  c.output_offsets = epx_tensor_1d(at(kOutputOffsets), EPX_INT32, kSlices);
+  c.recv_sizes = epx_tensor_1d(at(kRecvSizes), EPX_INT32, kSlices);
 
   c.scales = epx_tensor_2d(at(kScales), EPX_FLOAT32, num_tokens_, 1);
   c.row_scales = epx_tensor_1d(at(kRowScales), EPX_FLOAT32, num_tokens_);
@@ -305,6 +329,14 @@ std::unique_ptr<Calls> LayerRound::calls() {
   c.dispatch_rank_major_bwd.grad_recv_weights = &c.recv_row_weights;
   c.dispatch_rank_major_bwd.grad_tokens = &c.grad_tokens;
   c.dispatch_rank_major_bwd.grad_topk_weights = &c.grad_topk_weights;
+
+  c.ragged_all_to_all.struct_size = sizeof(c.ragged_all_to_all);
+  c.ragged_all_to_all.operand = &c.operand;
+  c.ragged_all_to_all.output = &c.output;
+  c.ragged_all_to_all.input_offsets = &c.input_offsets;
+  c.ragged_all_to_all.send_sizes = &c.send_sizes;
+  c.ragged_all_to_all.output_offsets = &c.output_offsets;
+  c.ragged_all_to_all.recv_sizes = &c.recv_sizes;
   return made;
 }
 
@@ -417,6 +449,23 @@ void LayerRound::run_rank_major() {
     check_row(kGradTokens, t, "grad_tokens", [&](int h) { return times * grad_at(rank_, t, h); });
     for (int k = 0; k < kTopK; ++k)
       check_value(as<float>(kGradTopkWeights)[t * kTopK + k], weight_at(k), "grad_topk_weights", t, k);
+  }
+}
+
+void LayerRound::run_ragged() {
+  scribble_outputs();
+  run(Op::ragged_all_to_all);
+  for (int row = 0; row < kOutputRows; ++row) {
+    // The slice that may land here: number `of_source` of its rank.
+    const int number = (row - 1) / 3, source = number / kSlicesPerRank;
+    const int of_source = rank_ * kSlicesPerRank + number % kSlicesPerRank, n = (row - 1) % 3;
+    if (row > 0 && number < kSlices && n < slice_rows_at(source, of_source)) {
+      check_row(kOutput, row, "ragged rows", [&](int h) { return token_at(source, 3 * of_source + n, h); });
+      continue;
+    }
+    for (size_t byte = 0; byte < kHidden * sizeof(uint16_t); ++byte)
+      check(at(kOutput)[static_cast<size_t>(row) * kHidden * sizeof(uint16_t) + byte] == kScribble,
+            "row {} of output was written, on which no slice lands", row);
   }
 }
 

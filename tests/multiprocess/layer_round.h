@@ -35,8 +35,15 @@ epx_group_config round_config();
 
 inline constexpr int kRowsPerSource = kMaxTokens + 1; // M of the rank-major calls
 
+// Of ragged_all_to_all: slices to a rank, and rows of operand and of output, in which a slice begins every third row.
+inline constexpr int kSlicesPerRank = 2;
+inline constexpr int kSlices = kRanks * kSlicesPerRank;
+inline constexpr int kOperandRows = 3 * kSlices + 1;
+inline constexpr int kOutputRows = 3 * kSlices + 2;
+
 #define EPX_TEST_NAME(NUMBER, name, ...) name,
-enum class Op { EPX_LAYER_OPERATIONS(EPX_TEST_NAME) }; // the last four are those of the rank-major layout
+// The last is ragged_all_to_all, the four before it are those of the rank-major layout.
+enum class Op { EPX_OPERATIONS(EPX_TEST_NAME) };
 #undef EPX_TEST_NAME
 
 // Calls has the arguments of all calls, which are right until a test spoils them.
@@ -68,6 +75,9 @@ struct Calls {
   epx_combine_rank_major_args combine_rank_major{};
   epx_combine_rank_major_bwd_args combine_rank_major_bwd{};
   epx_dispatch_rank_major_bwd_args dispatch_rank_major_bwd{};
+
+  epx_tensor operand{}, output{}, input_offsets{}, send_sizes{}, output_offsets{}, recv_sizes{};
+  epx_ragged_all_to_all_args ragged_all_to_all{};
 
   // These belong to a row format, which no call has until give_format().
   epx_row_format format{};
@@ -102,6 +112,7 @@ public:
   void check_results();  // compares the results of the five calls
   void run_fused();      // as run_all, with prepare_dispatch in the place of prepare and dispatch
   void run_rank_major(); // the same with the four rank-major calls
+  void run_ragged();     // the same with ragged_all_to_all
   std::vector<std::byte> memory() const; // a copy of the inputs, the handle and the outputs
   std::byte* handle() { return at(kHandle); }
   int32_t slot(int t, int k) const;
@@ -117,6 +128,11 @@ private:
     kScales,
     kRowScales,
     kEncodeScale,
+    kOperand,
+    kInputOffsets,
+    kSendSizes,
+    kOutputOffsets,
+    kRecvSizes,
     // Outputs; the handle memory is one of them.
     kHandle,
     kCounts,
@@ -142,6 +158,7 @@ private:
     kRecvRowWeights,
     kSourceCounts,
     kGradRows,
+    kOutput,
     kNumBuffers
   };
   static constexpr Buffer kFirstOutput = kHandle;

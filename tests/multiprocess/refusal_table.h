@@ -49,6 +49,8 @@ public:
   }
 
   template <typename Args>
+  void add_basic(Args Calls::*args);
+  template <typename Args>
   void add_common(Args Calls::*args, size_t handle_bytes);
   void add_tensor(const std::string& name, epx_tensor Calls::*tensor);
   void add_stray_sidecar(const std::string& name, epx_tensor Calls::*tensor);
@@ -62,7 +64,7 @@ private:
 
 // Adds the refusals that all calls have in common. `args` finds a call's args in a Calls.
 template <typename Args>
-void RefusalTable::add_common(Args Calls::*args, size_t handle_bytes) {
+void RefusalTable::add_basic(Args Calls::*args) {
   add("group NULL", [](Calls& c) { c.group = nullptr; }, {"group", "NULL"});
   add("args NULL", [](Calls& c) { c.without_args = true; }, {"args", "NULL"});
   const auto add_size = [&](const char* name, size_t size) {
@@ -73,6 +75,13 @@ void RefusalTable::add_common(Args Calls::*args, size_t handle_bytes) {
   add_size("struct_size below that of 0.1", kBytes01<Args> - 8);
   add_size("struct_size that is no multiple of 8", sizeof(Args) + 4);
   add_size("struct_size that no version has", kMaxStructBytes + 8);
+  add("stream on the host transport", [=](Calls& c) { (c.*args).stream = &c; }, {"stream"});
+}
+
+// Adds those that all calls of a layer have in common.
+template <typename Args>
+void RefusalTable::add_common(Args Calls::*args, size_t handle_bytes) {
+  add_basic(args);
   add("top_k 0", [=](Calls& c) { (c.*args).layer.top_k = 0; }, {"top_k", "0", text(kMaxTopK)});
   add("top_k negative", [=](Calls& c) { (c.*args).layer.top_k = -7; }, {"top_k", "-7"});
   add("top_k beyond max_top_k", [=](Calls& c) { (c.*args).layer.top_k = 5; }, {"top_k", "5", text(kMaxTopK)});
@@ -90,7 +99,6 @@ void RefusalTable::add_common(Args Calls::*args, size_t handle_bytes) {
   add("handle_mem_bytes 0", [=](Calls& c) { (c.*args).handle_mem_bytes = 0; }, {"handle_mem", text(handle_bytes)});
   add("handle_mem_bytes one too few", [=](Calls& c) { (c.*args).handle_mem_bytes = handle_bytes - 1; },
       {"handle_mem", text(handle_bytes - 1), text(handle_bytes)});
-  add("stream on the host transport", [=](Calls& c) { (c.*args).stream = &c; }, {"stream"});
 }
 
 // Adds the refusals that all tensors have in common.
@@ -149,6 +157,9 @@ struct FormattedRows {
 
 // Adds those of a call with a row format. `rows` are N, or P * M.
 void add_format_refusals(RefusalTable& table, Op op, int num_tokens, int64_t rows, const FormattedRows& names);
+
+// Adds those of ragged_all_to_all.
+void add_ragged_refusals(RefusalTable& table);
 
 // Adds those of a call whose sums have a format.
 void add_sum_format_refusals(RefusalTable& table, Op op, const FormattedRows& names);

@@ -322,6 +322,9 @@ std::vector<Refusal> refusals(int num_tokens, int num_local_experts, int64_t num
   add_dispatch_bwd(table, num_tokens, num_rows);
   add_dispatch_rank_major(table, num_tokens);
   add_later_rank_major_calls(table, num_tokens);
+  RefusalTable ragged(table, "ragged_all_to_all", Op::ragged_all_to_all);
+  ragged.add_basic(&Calls::ragged_all_to_all);
+  add_ragged_refusals(ragged);
   return table;
 }
 

@@ -39,6 +39,8 @@ struct Operation {
 // theirs too.
 template <typename CheckOne>
 void for_each_operation(CheckOne&& check_one) {
+  check_one(Operation<epx_ragged_all_to_all_args>{Op::ragged_all_to_all, "epx_ragged_all_to_all_args",
+                                                  epx_ragged_all_to_all, &Calls::ragged_all_to_all});
   check_one(Operation<epx_dispatch_rank_major_args>{Op::dispatch_rank_major, "epx_dispatch_rank_major_args",
                                                     epx_dispatch_rank_major, &Calls::dispatch_rank_major});
   check_one(Operation<epx_combine_rank_major_args>{Op::combine_rank_major, "epx_combine_rank_major_args",
