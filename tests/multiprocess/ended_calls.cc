@@ -27,9 +27,10 @@ using namespace std::chrono_literals;
 constexpr int64_t kLongMs = 60'000; // no rank may wait for so long
 constexpr auto kSoon = 10s;
 
-constexpr epx_operation kOperations[] = {EPX_OP_PREPARE,          EPX_OP_DISPATCH,     EPX_OP_COMBINE,
-                                         EPX_OP_COMBINE_BWD,      EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR,
-                                         EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC,    EPX_OP_ALL_GATHER};
+constexpr epx_operation kOperations[] = {EPX_OP_PREPARE,          EPX_OP_DISPATCH,          EPX_OP_COMBINE,
+                                         EPX_OP_COMBINE_BWD,      EPX_OP_DISPATCH_BWD,      EPX_OP_DISPATCH_RANK_MAJOR,
+                                         EPX_OP_PREPARE_DISPATCH, EPX_OP_RAGGED_ALL_TO_ALL, EPX_OP_MEM_ALLOC,
+                                         EPX_OP_ALL_GATHER};
 
 template <typename Body>
 void check_soon(const char* what, Body&& body) {

@@ -88,10 +88,27 @@ epx_status FaultRank::call(epx_operation operation, const CallFields& terms) {
     status = epx_mem_alloc(group_, 4096, &memory);
   else if (operation == EPX_OP_ALL_GATHER)
     status = epx_group_all_gather(group_, &num_ranks_, records.data(), sizeof(num_ranks_));
+  else if (operation == EPX_OP_RAGGED_ALL_TO_ALL)
+    status = ragged_all_to_all(terms);
   else
     status = layer(operation, terms).try_call(group_, operation);
   device_.finish();
   return status;
+}
+
+epx_status FaultRank::ragged_all_to_all(const CallFields& terms) {
+  const epx_tensor operand = epx_tensor_2d(memory_[kTokenRows], terms.dtype, kTokens, terms.hidden);
+  const epx_tensor output = epx_tensor_2d(memory_[kOtherRows], terms.dtype, kTokens, terms.hidden);
+  const epx_tensor zeros =
+      epx_tensor_1d(memory_[kIntegers] + kTensorBytes / 2, EPX_INT32, int64_t{num_ranks_} * terms.slices_per_rank);
+  epx_ragged_all_to_all_args args{};
+  args.struct_size = sizeof(args);
+  args.stream = device_.stream();
+  args.operand = &operand;
+  args.output = &output;
+  args.input_offsets = args.send_sizes = args.output_offsets = args.recv_sizes = &zeros;
+  args.direction = terms.direction;
+  return epx_ragged_all_to_all(group_, &args);
 }
 
 // The rows come as float32. Those that arrive quantised have one scale.
@@ -157,7 +174,8 @@ const char* operation_name(epx_operation operation) {
                                     "combine_rank_major_bwd",
                                     "dispatch_rank_major_bwd",
                                     "prepare_dispatch",
-                                    "all_gather"};
+                                    "all_gather",
+                                    "ragged_all_to_all"};
   return kNames[operation];
 }
 
@@ -181,10 +199,11 @@ epx_group_report check_failed(FaultRank& rank, epx_status returned, const Expect
   const epx_group_info info = GroupView(rank.group()).query();
   const bool has_several_nodes = info.ranks_per_node < info.num_ranks;
   const auto begin = Clock::now();
-  for (const epx_operation operation :
-       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
-        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
-    if (operation == EPX_OP_DISPATCH_RANK_MAJOR && has_several_nodes) continue; // it is refused in any case
+  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
+                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH,
+                                        EPX_OP_RAGGED_ALL_TO_ALL, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
+    const bool needs_one_node = operation == EPX_OP_DISPATCH_RANK_MAJOR || operation == EPX_OP_RAGGED_ALL_TO_ALL;
+    if (needs_one_node && has_several_nodes) continue; // it is refused in any case
     check_status(rank.call(operation), expected.status, fmt::format("epx_{} after the failure", operation_name(operation)));
   }
   check(Clock::now() - begin < kAtOnce, "calls after the failure wait for something");

@@ -32,6 +32,9 @@ struct CallFields {
   epx_dtype elements = EPX_FLOAT8_E4M3;
   epx_dtype scales = EPX_DTYPE_UNSET; // of rows that arrive quantised; unset: the wire alone is quantised
   float amax_floor = 0.0F;
+  // Of ragged_all_to_all, whose rows have `hidden` elements of `dtype`.
+  int slices_per_rank = 1; // K / P
+  epx_slice_direction direction = EPX_SLICES_FORWARD;
 };
 
 class FaultRank {
@@ -54,6 +57,7 @@ public:
 
 private:
   LayerMemory layer(epx_operation operation, const CallFields& terms);
+  epx_status ragged_all_to_all(const CallFields& terms); // whose slices have no rows
   void pass_format(const CallFields& terms, int64_t rows, LayerMemory& layer);
 
   int num_ranks_;

@@ -111,9 +111,9 @@ void disagree_on(epx_operation operation, void (*change)(CallFields&), const std
 } // namespace
 
 TEST_CASE("a rank that does not come is named by all, and its own late call fails") {
-  for (const epx_operation operation :
-       {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD,
-        EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
+  for (const epx_operation operation : {EPX_OP_PREPARE, EPX_OP_DISPATCH, EPX_OP_COMBINE, EPX_OP_COMBINE_BWD,
+                                        EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE_DISPATCH,
+                                        EPX_OP_RAGGED_ALL_TO_ALL, EPX_OP_MEM_ALLOC, EPX_OP_ALL_GATHER}) {
     CAPTURE(std::string(operation_name(operation)));
     stay_away_from(operation);
   }
@@ -196,7 +196,7 @@ TEST_CASE("ranks that make different calls are out of sequence") {
       {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD},  {EPX_OP_DISPATCH_RANK_MAJOR, EPX_OP_PREPARE},
       {EPX_OP_COMBINE_BWD, EPX_OP_PREPARE},       {EPX_OP_PREPARE_DISPATCH, EPX_OP_PREPARE},
       {EPX_OP_DISPATCH, EPX_OP_PREPARE_DISPATCH}, {EPX_OP_MEM_ALLOC, EPX_OP_DISPATCH},
-      {EPX_OP_ALL_GATHER, EPX_OP_MEM_ALLOC}};
+      {EPX_OP_ALL_GATHER, EPX_OP_MEM_ALLOC},      {EPX_OP_RAGGED_ALL_TO_ALL, EPX_OP_DISPATCH}};
   for (const auto& pair : pairs) {
     const std::string first = operation_name(pair.first), second = operation_name(pair.second);
     CAPTURE(first);
@@ -242,6 +242,14 @@ TEST_CASE("when ranks disagree on a field of a call, each reports the field, the
   for (const epx_operation operation : {EPX_OP_COMBINE_BWD, EPX_OP_DISPATCH_BWD, EPX_OP_DISPATCH_RANK_MAJOR_BWD}) {
     disagree_on(operation, [](CallFields& terms) { terms.grads = false; }, {"weights"});
   }
+}
+
+TEST_CASE("when ranks disagree on a ragged_all_to_all, each reports what on, the ranks and the values") {
+  constexpr auto kRagged = EPX_OP_RAGGED_ALL_TO_ALL;
+  disagree_on(kRagged, [](CallFields& terms) { terms.slices_per_rank = 2; }, {"slices", "3", "6"});
+  disagree_on(kRagged, [](CallFields& terms) { terms.hidden = 7; }, {"row", "bytes", "32", "28"});
+  disagree_on(kRagged, [](CallFields& terms) { terms.dtype = EPX_FLOAT16; }, {"row", "bytes", "32", "16"});
+  disagree_on(kRagged, [](CallFields& terms) { terms.direction = EPX_SLICES_TRANSPOSED; }, {"direction"});
 }
 
 TEST_CASE("row formats that differ between ranks are reported with the ranks and the values") {
