@@ -6,7 +6,9 @@
 //   threads  P ranks as threads of this process
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -99,6 +101,41 @@ void run_changed(const std::function<void(Case&)>& change) {
   Case test_case = base_case();
   change(test_case);
   run_everywhere(test_case);
+}
+
+void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
+              const std::vector<std::string>& words, bool has_fixed_rail_tokens, const CallFields& common) {
+  using Clock = std::chrono::steady_clock;
+  constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
+  constexpr std::chrono::seconds kSoon{15}; // much less than that
+  constexpr int kCall = 2;                  // the number of the call that fails
+  on_every_rank([&](const RankContext& context) {
+    FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
+    const int last = context.num_ranks - 1;
+    const epx_operation mine = context.rank == last ? its_operation : operation;
+    CallFields fields = common;
+    if (context.rank == last) change(fields);
+    const auto begin = Clock::now();
+    epx_status returned = rank.call(mine, fields);
+    const epx_group_report report = GroupView(rank.group()).status(); // the device has ended the call
+    check(Clock::now() - begin < kSoon, "ranks that disagree have waited");
+    check(report.status == status, "the report says {}: \"{}\"", epx_status_string(report.status), report.message);
+    check_equal(report.sequence, uint64_t{kCall}, "the failed call's number");
+    if (returned == EPX_SUCCESS) returned = rank.call(mine, fields);
+    if (operation == its_operation) check_failed(rank, returned, {status, operation, {}, kCall});
+    check_status(returned, status, operation_name(mine));
+    const std::string message = report.message;
+    const bool knows = std::ranges::all_of(words, [&](const std::string& word) { return contains(message, word); }) &&
+                       contains(message, "rank " + std::to_string(last));
+    // A rank that has not found it itself when the group ends learns of it from one that has.
+    check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
+    const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
+    check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
+    const std::vector<uint64_t> culprits = context.gather(static_cast<uint64_t>(int64_t{report.culprit} + 1));
+    check(std::ranges::count(culprits, culprits.front()) == context.num_ranks,
+          "the culprit is {} here and another on a peer", report.culprit);
+    rank.destroy();
+  });
 }
 
 bool has_variant(size_t index) {

@@ -5,8 +5,10 @@
 #include <cstddef>
 #include <functional>
 #include <initializer_list>
+#include <string>
 #include <vector>
 
+#include "tests/multiprocess/fault_rank.h"
 #include "tests/support/launcher.h"
 #include "tests/support/layer_run.h"
 
@@ -29,6 +31,11 @@ void run_everywhere(const Case& test_case);
 
 // Runs base_case() after `change` has changed it.
 void run_changed(const std::function<void(Case&)>& change);
+
+// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation` with `common`
+// ones: every rank reports it, in that call already.
+void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
+              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false, const CallFields& common = {});
 
 // Returns whether this run has the variant `index` of a case whose variants differ in numbers only, and take long. With
 // EPX_TEST_SHARES_VARIANTS a run of four ranks has a third of them and other runs of several ranks have the rest; a run of one

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <chrono>
 #include <limits>
 #include <numeric>
 #include <string>
@@ -14,7 +13,6 @@
 
 #include "runtime/reference/reference.h"
 #include "tests/multiprocess/conformance.h"
-#include "tests/multiprocess/fault_rank.h"
 #include "tests/support/check.h"
 #include "tests/support/layer_memory.h"
 
@@ -162,43 +160,6 @@ private:
   std::array<std::byte*, 5> memory_{};
 };
 
-using Clock = std::chrono::steady_clock;
-constexpr int64_t kPatientMs = 60'000;    // no rank waits for so long
-constexpr std::chrono::seconds kSoon{15}; // much less than that
-constexpr int kCall = 2;                  // the number of the call that fails
-
-// The last rank calls `its_operation` with fields that `change` has changed, where the others call `operation` with `common`
-// ones: every rank reports it, in that call already.
-void disagree(epx_operation operation, epx_operation its_operation, void (*change)(CallFields&), epx_status status,
-              const std::vector<std::string>& words, bool has_fixed_rail_tokens = false, const CallFields& common = {}) {
-  on_every_rank([&](const RankContext& context) {
-    FaultRank rank(context, kPatientMs, 0, has_fixed_rail_tokens);
-    const int last = context.num_ranks - 1;
-    const epx_operation mine = context.rank == last ? its_operation : operation;
-    CallFields fields = common;
-    if (context.rank == last) change(fields);
-    const auto begin = Clock::now();
-    epx_status returned = rank.call(mine, fields);
-    const epx_group_report report = GroupView(rank.group()).status(); // the device has ended the call
-    check(Clock::now() - begin < kSoon, "ranks that disagree have waited");
-    check(report.status == status, "the report says {}: \"{}\"", epx_status_string(report.status), report.message);
-    check_equal(report.sequence, uint64_t{kCall}, "the failed call's number");
-    if (returned == EPX_SUCCESS) returned = rank.call(mine, fields);
-    if (operation == its_operation) check_failed(rank, returned, {status, operation, {}, kCall});
-    check_status(returned, status, operation_name(mine));
-    const std::string message = report.message;
-    const bool knows = std::ranges::all_of(words, [&](const std::string& word) { return contains(message, word); }) &&
-                       contains(message, "rank " + std::to_string(last));
-    // A rank that has not found it itself when the group ends learns of it from one that has.
-    check(knows || contains(message, "has ended the group with"), "the message is \"{}\"", message);
-    const std::vector<uint64_t> all = context.gather(knows ? 1 : 0);
-    check(std::ranges::count(all, 1) > 0, "no rank knows what differs");
-    const std::vector<uint64_t> culprits = context.gather(static_cast<uint64_t>(int64_t{report.culprit} + 1));
-    check(std::ranges::count(culprits, culprits.front()) == context.num_ranks,
-          "the culprit is {} here and another on a peer", report.culprit);
-    rank.destroy();
-  });
-}
 void disagree_on(epx_operation operation, void (*change)(CallFields&), const std::vector<std::string>& words,
                  const CallFields& common = {}) {
   disagree(operation, operation, change, EPX_ERROR_MISMATCH, words, false, common);
@@ -374,6 +335,43 @@ TEST_CASE("nodes: rank-major calls are refused in groups of several, with the by
         check_refused(epx_combine_rank_major_args{}, epx_combine_rank_major, "epx_combine_rank_major");
         check_refused(epx_combine_rank_major_bwd_args{}, epx_combine_rank_major_bwd, "epx_combine_rank_major_bwd");
         check_refused(epx_dispatch_rank_major_bwd_args{}, epx_dispatch_rank_major_bwd, "epx_dispatch_rank_major_bwd");
+      }
+      LayerRun layer(group, c.layer, Placement::random, c.seed); // the group lives on
+      run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));
+    });
+  }
+}
+
+TEST_CASE("nodes: ragged_all_to_all is refused in groups of several") {
+  for (const int ranks_per_node : node_sizes()) {
+    on_every_rank([&](const RankContext& context) {
+      Case c = base_case();
+      c.group.ranks_per_node = ranks_per_node;
+      GroupRun group(context, c.group);
+      if (num_nodes(c.group) > 1) {
+        std::byte* const memory = context.device->allocate(256);
+        const int64_t ranks = context.num_ranks;
+        const auto integers = [&](int64_t offset) { return ConstTensor(memory + offset, EPX_INT32, {ranks}); };
+        const RaggedAllToAllArgs args{.stream = context.device->stream(),
+                                      .operand = {memory, EPX_FLOAT32, {4, 2}},
+                                      .output = Tensor(memory + 32, EPX_FLOAT32, {4, 2}),
+                                      .input_offsets = integers(64),
+                                      .send_sizes = integers(96),
+                                      .output_offsets = integers(128),
+                                      .recv_sizes = integers(160)};
+        epx_status status = EPX_SUCCESS;
+        std::string sentence;
+        try {
+          group.view().ragged_all_to_all(args);
+        } catch (const Error& error) {
+          status = error.status();
+          sentence = error.what();
+        }
+        context.device->free(memory);
+        check_status(status, EPX_ERROR_UNSUPPORTED, "epx_ragged_all_to_all");
+        for (const std::string& part :
+             {std::string("epx_ragged_all_to_all"), std::to_string(num_nodes(c.group)) + " nodes"})
+          check(contains(sentence, part), "the sentence \"{}\" has no \"{}\"", sentence, part);
       }
       LayerRun layer(group, c.layer, Placement::random, c.seed); // the group lives on
       run_iteration(group, layer, make_workload(c.group, c.layer, c.seed));

@@ -10,6 +10,7 @@
 #include "tests/support/check.h"
 #include "tests/support/launcher.h"
 #include "tests/support/layer_run.h"
+#include "tests/support/slices.h"
 
 namespace {
 
@@ -81,6 +82,23 @@ void run(const Kind& kind, int num_ranks, const std::string& transport) {
   }
 }
 
+// One slice from each rank to each, and two, on memory of the rank alone and on memory that peers reach.
+void run_slices(int num_ranks, const std::string& transport) {
+  const Case test_case = make_case(kKinds[0], num_ranks, transport);
+  Rng rng(1);
+  std::vector<SliceProblem> problems;
+  for (const int per_peer : {1, 2})
+    for (const auto direction : {EPX_SLICES_FORWARD, EPX_SLICES_TRANSPOSED})
+      problems.emplace_back(random_slices(num_ranks, per_peer, 2, rng), direction, RowShape{EPX_FLOAT32, {5}, 20}, rng);
+  make_thread_launcher(transport, num_ranks)->each_rank([&](const RankContext& context) {
+    GroupRun group(context, test_case.group);
+    group.add_arena(1 << 16);
+    Rng local(mix(2, static_cast<uint64_t>(context.rank)));
+    for (const SliceProblem& problem : problems)
+      run(group, problem, EPX_INT32, Placement::random, local);
+  });
+}
+
 } // namespace
 
 int main(int argc, char** argv) {
@@ -99,6 +117,7 @@ int main(int argc, char** argv) {
     }
     for (const Kind& kind : kKinds)
       if (!kind.is_for_ht_path || transport != "host") run(kind, num_ranks, transport);
+    run_slices(num_ranks, transport);
     std::printf("%ld checks on %d ranks, none failed\n", num_checks(), num_ranks);
     return 0;
   } catch (const std::exception& error) {

@@ -40,6 +40,10 @@ void* CallBuffers::output(const std::string& name, size_t bytes, size_t alignmen
   return add(name, true, std::vector<std::byte>(bytes, kScribble), alignment);
 }
 
+void* CallBuffers::in_out(const std::string& name, std::span<const std::byte> contents, size_t alignment) {
+  return add(name, true, contents, alignment);
+}
+
 void* CallBuffers::add(const std::string& name, bool is_output, std::span<const std::byte> contents, size_t alignment) {
   if (is_aligned_) alignment = std::max(alignment, kWideAlignment);
   Buffer buffer;

@@ -33,11 +33,13 @@ public:
   // Returns memory on the device; sometimes NULL where it has no bytes.
   void* input(const std::string& name, std::span<const std::byte> contents, size_t alignment);
   void* output(const std::string& name, size_t bytes, size_t alignment); // holds kScribble
+  // An output that holds `contents` before the call.
+  void* in_out(const std::string& name, std::span<const std::byte> contents, size_t alignment);
 
   // Call once the operation has finished. Throws CheckFailure when a guard or an input has changed.
   void check_surroundings();
 
-  // Returns what the index-th output holds, in the order of the calls to output().
+  // Returns what the index-th output holds, in the order of the calls to output() and in_out().
   std::vector<std::byte> read_output(size_t index);
 
 private:
