@@ -40,6 +40,18 @@ constexpr const char* name_of(epx_moe_weighting weighting) {
   return "unknown weighting";
 }
 
+constexpr const char* name_of(epx_moe_path path) {
+  switch (path) {
+  case EPX_MOE_PATH_DISPATCH:
+    return "dispatch";
+  case EPX_MOE_PATH_RING:
+    return "ring";
+  case EPX_MOE_PATH_RAGGED:
+    return "ragged";
+  }
+  return "unknown path";
+}
+
 constexpr const char* name_of(epx_moe_recipe recipe) {
   switch (recipe) {
   case EPX_MOE_RECIPE_WIDE:

@@ -714,6 +714,17 @@ typedef enum epx_moe_weighting EPX_ENUM_INT32 {
   EPX_MOE_WEIGHT_EARLY = 1 /**< in the FFN, before the down projection */
 } epx_moe_weighting;
 
+/** How rows come to their experts and back (docs/moe-layer.md, "Paths"). */
+typedef enum epx_moe_path EPX_ENUM_INT32 {
+  EPX_MOE_PATH_DISPATCH = 0, /**< epx_prepare, epx_dispatch, epx_combine: a row travels once to each rank of its experts */
+  /** All ranks' tokens and routes come to every rank, which takes its experts' rows; partial sums of all tokens go home and
+   * are added in rank order. The bits are DISPATCH's in a group of precision WIRE. For a top_k that reaches most ranks. */
+  EPX_MOE_PATH_RING = 1,
+  /** Each rank sorts its rows by expert, and epx_ragged_all_to_all carries them: a row travels once to each expert. The bits
+   * are DISPATCH's in a group of precision EXACT. */
+  EPX_MOE_PATH_RAGGED = 2
+} epx_moe_path;
+
 /** The parts of an MoE layer, and what it is created for. What it points to, the arena excepted, is copied and need not
  * outlive the call that it is passed to. Ranks of a group agree on every field, those of `router`, `ffn` and
  * `dispatch_format` too, except ffn->num_local_experts, max_tokens_per_rank and recompute. */
@@ -745,7 +756,10 @@ typedef struct epx_moe_block_config {
    * dtype is FLOAT32 on the host and BFLOAT16 on GPUs, and dispatch_format is NULL. With FP8 `alignment` is a multiple of
    * 16. */
   epx_moe_recipe recipe;
-  int32_t reserved0;   /**< 0 */
+  /** How rows come to their experts and back. Default DISPATCH. The others take weighting EARLY, recipe WIDE, no
+   * dispatch_format, a group of one node, and a receive capacity that drops no route. Without
+   * a group all are the same. */
+  epx_moe_path path;
   int64_t reserved[4]; /**< 0 */
 } epx_moe_block_config;
 

@@ -160,7 +160,7 @@ constexpr std::array kBlockMembers = {
     may_differ<&BlockConfig::recompute>(),           // the results have the same bits, and peers reach the same memory
     may_differ<&BlockConfig::dispatch_format>(),     // whose members are compared
     agreed<&BlockConfig::recipe>("recipe"),
-    may_differ<&BlockConfig::reserved0>(),
+    agreed<&BlockConfig::path>("path"),
     may_differ<&BlockConfig::reserved>(),
 };
 

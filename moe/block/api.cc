@@ -62,7 +62,7 @@ ArenaPlan plan_arena(epx_group group, const epx_moe_arena_config& config) {
   for (const int64_t reserved : config.reserved)
     if (reserved != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the arena's config is {}; it must be 0", reserved);
-  std::unique_ptr<BlockPath> path = make_dispatch_path(group, *config.block);
+  std::unique_ptr<BlockPath> path = make_path(group, *config.block);
   const int64_t capacity = path->plan().row_capacity;
   if (group == nullptr && config.max_rows != 0)
     fail(EPX_ERROR_INVALID_ARGUMENT, "max_rows is {}; without a group no route can be dropped, and it must be 0",

@@ -50,7 +50,7 @@ Block::Block(epx_group group, const epx_moe_block_config& config, Arena* shared)
   agree_after(group, Options(config), [&] {
     if (shared == nullptr && config.max_in_flight < 1)
       fail(EPX_ERROR_INVALID_ARGUMENT, "max_in_flight is {}; it must be at least 1", config.max_in_flight);
-    path_ = make_dispatch_path(group, config);
+    path_ = make_path(group, config);
     num_rows_ = shared != nullptr ? shared->require_fit(group, *path_) : path_->plan().row_capacity;
     workspace_bytes_ = workspace_of(*path_, num_rows_);
     if (shared == nullptr)

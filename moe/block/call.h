@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "epx/epx.hpp"
+#include "moe/block/cuda/kernels.h"
 #include "moe/block/plan.h"
 #include "moe/cuda/cuda_call.h"
 
@@ -36,6 +37,17 @@ public:
   void copy(const ConstTensor& from, const epx_tensor& to) const; // of the same dtype and shape
   void copy_integers(const ConstTensor& from, const epx_tensor& to) const;
   void clamp_zones(const Tensor& counts, const Tensor& offsets, int64_t num_rows) const;
+
+  // Calls step(i) for each i < count, of the integers of an exchange (moe/block/tables.h); on a GPU in any order.
+  template <typename Step>
+  void for_each(int64_t count, const Step& step) const {
+    if (!on_gpu_) {
+      for (int64_t i = 0; i < count; ++i)
+        step(i);
+    } else {
+      enqueue_on_cuda([&](auto) { call_->require_launched(cuda::launch_for_each(step, count, call_->target())); });
+    }
+  }
 
 private:
   bool on_gpu_;

@@ -30,7 +30,7 @@ struct TravelledRows {
 
 // The tensors of a call. Peers reach the rows, their weights and the gradients of both.
 struct DispatchTensors {
-  DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int64_t num_rows, CallMemory& memory);
+  DispatchTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory);
 
   // Shared by all flights.
   TravelledRows grad_expert_out; // [N, H]
@@ -44,15 +44,24 @@ struct DispatchTensors {
   size_t handle_mem_bytes;
   Tensor counts, offsets; // [E_l], [E_l + 1] INT32
   Tensor pre_act;         // [N, 2F or F] dtype; shared where the backward computes it again
+  CallMemory of_exchange;
 };
 
-DispatchTensors::DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int64_t num_rows, CallMemory& memory)
-    : handle_mem_bytes(handle_bytes) {
+// Takes the parts of a footprint out of the memory of a call.
+CallMemory take(const Footprint& footprint, CallMemory& memory) {
+  return {Carver(memory.flight_window.take_bytes(footprint.flight_window)),
+          Carver(memory.flight_local.take_bytes(footprint.flight_local)),
+          Carver(memory.shared_window.take_bytes(footprint.shared_window)),
+          Carver(memory.shared_local.take_bytes(footprint.shared_local))};
+}
+
+DispatchTensors::DispatchTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory)
+    : handle_mem_bytes(exchange.handle_mem_bytes()) {
   const Shape rows = {num_rows, plan.ffn.hidden};
   recv_tokens = TravelledRows(plan, num_rows, memory.flight_window);
   if (!plan.is_early) expert_out = memory.flight_window.take(plan.dtype, rows);
   recv_weights = memory.flight_window.take(plan.real, {num_rows});
-  handle_mem = memory.flight_local.take_bytes(static_cast<int64_t>(handle_bytes));
+  handle_mem = memory.flight_local.take_bytes(static_cast<int64_t>(handle_mem_bytes));
   counts = memory.flight_local.take(EPX_INT32, {plan.ffn.num_experts});
   offsets = memory.flight_local.take(EPX_INT32, {plan.ffn.num_experts + 1});
   Carver& inner = plan.recomputes ? memory.shared_local : memory.flight_local;
@@ -61,6 +70,7 @@ DispatchTensors::DispatchTensors(const BlockPlan& plan, size_t handle_bytes, int
   grad_recv = memory.shared_window.take(plan.dtype, rows);
   grad_recv_weights = memory.shared_window.take(plan.real, {num_rows});
   if (plan.is_early) expert_out = grad_recv;
+  of_exchange = take(exchange.footprint(), memory);
 }
 
 // The format in which rows travel, with the scales that arrive, if they do; NULL where rows travel as they are.
@@ -91,12 +101,14 @@ private:
   std::optional<epx_row_format> format_;
 };
 
+// prepare -> dispatch -> FFN -> combine, by an exchange.
 class DispatchPath final : public BlockPath {
 public:
   DispatchPath(const BlockPlan& plan, std::unique_ptr<Exchange> exchange)
       : BlockPath(plan), exchange_(std::move(exchange)) {}
 
   Footprint footprint(int64_t num_rows) const override {
+    require_rows(plan(), num_rows);
     CallMemory memory;
     tensors(num_rows, memory);
     return memory.footprint();
@@ -109,8 +121,9 @@ public:
     if (p.is_fp8())
       return static_cast<int64_t>(std::max(fp8_fwd_bytes(p.ffn, p.dtype, rows_of(num_rows), has_pre_act),
                                            fp8_bwd_bytes(p.ffn, p.dtype, rows_of(num_rows), p.recipe)));
-    return static_cast<int64_t>(
-        std::max(ffn_fwd_bytes(p.ffn, p.dtype, num_rows, has_pre_act), ffn_bwd_bytes(p.ffn, p.dtype, num_rows)));
+    const auto of_exchange = static_cast<int64_t>(exchange_->workspace_bytes(rows_of(num_rows)));
+    return std::max(of_exchange, static_cast<int64_t>(std::max(ffn_fwd_bytes(p.ffn, p.dtype, num_rows, has_pre_act),
+                                                               ffn_bwd_bytes(p.ffn, p.dtype, num_rows))));
   }
 
   void forward(const PathCall& call, const epx_moe_block_fwd_args& args, const RunInOrder& run) override;
@@ -123,7 +136,7 @@ private:
     return (num_rows + kFp8ZoneAlignment - 1) / kFp8ZoneAlignment * kFp8ZoneAlignment;
   }
   DispatchTensors tensors(int64_t num_rows, CallMemory& memory) const {
-    return {plan(), exchange_->handle_mem_bytes(), rows_of(num_rows), memory};
+    return {plan(), *exchange_, rows_of(num_rows), memory};
   }
 
   // The tensor where weights are applied late, or early; else NULL.
@@ -259,14 +272,15 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
   combine.expert_out = mine.expert_out.get();
   combine.recv_weights = late(mine.recv_weights);
   combine.out = args.out;
+  const ExchangeCall exchange{call.place, mine.of_exchange};
   run([&] {
-    exchange_->prepare(prepare);
+    exchange_->prepare(exchange, prepare);
     call.has_called_group = true;
     if (const int64_t rows = rows_of(call.num_rows); rows < plan().row_capacity)
       call.place.clamp_zones(mine.counts, mine.offsets, rows);
-    exchange_->dispatch(dispatch);
+    exchange_->dispatch(exchange, dispatch);
     experts();
-    exchange_->combine(combine);
+    exchange_->combine(exchange, combine);
   });
 }
 
@@ -290,21 +304,27 @@ void DispatchPath::backward(const PathCall& call, const epx_moe_block_bwd_args& 
   dispatch.grad_recv_weights = mine.grad_recv_weights.get();
   dispatch.grad_tokens = args.grad_tokens;
   dispatch.grad_topk_weights = call.routing.grad_topk_weights.get();
+  const ExchangeCall exchange{call.place, mine.of_exchange};
   run([&] {
-    exchange_->combine_bwd(combine);
+    exchange_->combine_bwd(exchange, combine);
     call.has_called_group = true;
     again();
     experts();
-    exchange_->dispatch_bwd(dispatch);
+    exchange_->dispatch_bwd(exchange, dispatch);
   });
 }
 
 } // namespace
 
-std::unique_ptr<BlockPath> make_dispatch_path(epx_group group, const epx_moe_block_config& config) {
+std::unique_ptr<BlockPath> make_path(epx_group group, const epx_moe_block_config& config) {
   const BlockPlan plan = plan_block(group, config);
-  return std::make_unique<DispatchPath>(plan,
-                                        group != nullptr ? make_group_exchange(group, plan) : make_local_exchange(plan));
+  const auto make_exchange = [&] {
+    if (group == nullptr) return make_local_exchange(plan);
+    if (plan.path == EPX_MOE_PATH_RING) return make_ring_exchange(group, plan);
+    if (plan.path == EPX_MOE_PATH_RAGGED) return make_ragged_exchange(group, plan);
+    return make_group_exchange(group, plan);
+  };
+  return std::make_unique<DispatchPath>(plan, make_exchange());
 }
 
 } // namespace epx::moe

@@ -12,11 +12,17 @@ public:
   }
 
   size_t handle_mem_bytes() const override { return handle_mem_bytes_; }
-  void prepare(const epx_prepare_args& args) override { throw_if_failed(epx_prepare(group_, &args)); }
-  void dispatch(const epx_dispatch_args& args) override { throw_if_failed(epx_dispatch(group_, &args)); }
-  void combine(const epx_combine_args& args) override { throw_if_failed(epx_combine(group_, &args)); }
-  void combine_bwd(const epx_combine_bwd_args& args) override { throw_if_failed(epx_combine_bwd(group_, &args)); }
-  void dispatch_bwd(const epx_dispatch_bwd_args& args) override { throw_if_failed(epx_dispatch_bwd(group_, &args)); }
+  void prepare(const ExchangeCall&, const epx_prepare_args& args) override { throw_if_failed(epx_prepare(group_, &args)); }
+  void dispatch(const ExchangeCall&, const epx_dispatch_args& args) override {
+    throw_if_failed(epx_dispatch(group_, &args));
+  }
+  void combine(const ExchangeCall&, const epx_combine_args& args) override { throw_if_failed(epx_combine(group_, &args)); }
+  void combine_bwd(const ExchangeCall&, const epx_combine_bwd_args& args) override {
+    throw_if_failed(epx_combine_bwd(group_, &args));
+  }
+  void dispatch_bwd(const ExchangeCall&, const epx_dispatch_bwd_args& args) override {
+    throw_if_failed(epx_dispatch_bwd(group_, &args));
+  }
 
 private:
   epx_group group_;

@@ -69,7 +69,7 @@ public:
 
   size_t handle_mem_bytes() const override { return (1 + weights_.size()) * sizeof(int32_t); }
 
-  void prepare(const epx_prepare_args& args) override {
+  void prepare(const ExchangeCall&, const epx_prepare_args& args) override {
     const int64_t tokens = args.topk_idx->sizes[0];
     const Integers counts(args.counts);
     const Integers global_counts(args.global_counts);
@@ -81,7 +81,7 @@ public:
       global_counts.set(e, counts[e]);
   }
 
-  void dispatch(const epx_dispatch_args& args) override {
+  void dispatch(const ExchangeCall&, const epx_dispatch_args& args) override {
     const RowMap map = row_map(args.handle_mem, *args.tokens);
     const int64_t hidden = args.tokens->sizes[1];
     const T* tokens = data_of<T>(args.tokens);
@@ -99,13 +99,13 @@ public:
     scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
   }
 
-  void combine(const epx_combine_args& args) override {
+  void combine(const ExchangeCall&, const epx_combine_args& args) override {
     const RowMap map = row_map(args.handle_mem, *args.out);
     sum_rows<T>(map, data_of<T>(args.expert_out), weights_by_route(map, args.recv_weights), args.out->sizes[1],
                 data_of<T>(args.out));
   }
 
-  void combine_bwd(const epx_combine_bwd_args& args) override {
+  void combine_bwd(const ExchangeCall&, const epx_combine_bwd_args& args) override {
     const RowMap map = row_map(args.handle_mem, *args.grad_out);
     const T* const grad_out = data_of<T>(args.grad_out);
     const int64_t hidden = args.grad_out->sizes[1];
@@ -118,7 +118,7 @@ public:
     scatter_routes(map, weights_.data(), args.grad_recv_weights->data, sizeof(T));
   }
 
-  void dispatch_bwd(const epx_dispatch_bwd_args& args) override {
+  void dispatch_bwd(const ExchangeCall&, const epx_dispatch_bwd_args& args) override {
     const RowMap map = row_map(args.handle_mem, *args.grad_tokens);
     sum_rows<T>(map, data_of<T>(args.grad_recv), nullptr, args.grad_tokens->sizes[1], data_of<T>(args.grad_tokens));
     gather_routes<T>(map, data_of<T>(args.grad_recv_weights), data_of<T>(args.grad_topk_weights));

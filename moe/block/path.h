@@ -61,8 +61,7 @@ private:
 Footprint footprint_of(const BlockPath& path, int64_t num_rows);
 int64_t workspace_of(const BlockPath& path, int64_t num_rows);
 
-// prepare -> dispatch -> FFN -> combine: the row of each route travels to the rank of its expert. As plan_block: local, and
-// throws.
-std::unique_ptr<BlockPath> make_dispatch_path(epx_group group, const epx_moe_block_config& config);
+// The path that the config names. As plan_block: local, and throws.
+std::unique_ptr<BlockPath> make_path(epx_group group, const epx_moe_block_config& config);
 
 } // namespace epx::moe

@@ -9,6 +9,7 @@
 #include "moe/block/group.h"
 #include "moe/cuda/cuda_call.h"
 #include "moe/ffn/fp8/calls.h"
+#include "moe/names.h"
 #include "moe/router/cuda/kernels.h"
 #include "moe/router/router.h"
 #include "runtime/formats/format_arguments.h"
@@ -46,6 +47,33 @@ void require_recipe(const epx_moe_block_config& config) {
          config.alignment, kFp8ZoneAlignment);
 }
 
+// Paths that move rows as they are, and whose experts apply the weights.
+void require_path(const epx_moe_block_config& config) {
+  if (config.path == EPX_MOE_PATH_DISPATCH) return;
+  if (config.path != EPX_MOE_PATH_RING && config.path != EPX_MOE_PATH_RAGGED)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "path is {}; it must be an epx_moe_path", static_cast<int>(config.path));
+  if (config.weighting != EPX_MOE_WEIGHT_EARLY)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "weighting is EPX_MOE_WEIGHT_LATE (0); on path {} it must be EARLY (1)",
+         name_of(config.path));
+  if (config.recipe != EPX_MOE_RECIPE_WIDE)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "recipe is {}; on path {} it must be wide", name_of(config.recipe),
+         name_of(config.path));
+  if (config.dispatch_format != nullptr)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "dispatch_format is given; on path {} it must be NULL", name_of(config.path));
+}
+
+// Slices are of one node, and few enough.
+void require_path_fits(const epx_group_info& info, const epx_moe_block_config& config) {
+  if (config.path == EPX_MOE_PATH_DISPATCH) return;
+  if (info.ranks_per_node != info.num_ranks)
+    fail(EPX_ERROR_UNSUPPORTED, "path is {}; the group has {} nodes, between which slices do not travel",
+         name_of(config.path), info.num_ranks / info.ranks_per_node);
+  const int64_t most_experts = (int64_t{info.num_experts} + info.num_ranks - 1) / info.num_ranks; // of a rank
+  if (info.num_ranks * most_experts > EPX_MAX_SLICES)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "path is {}; {} experts on {} ranks are more than its {} slices", name_of(config.path),
+         info.num_experts, info.num_ranks, static_cast<int>(EPX_MAX_SLICES));
+}
+
 // Throws unless the rows that a recipe in FP8 leaves wide have the dtype that its products write.
 void require_wide(const BlockPlan& plan) {
   const epx_dtype wide = plan.is_on_gpu() ? EPX_BFLOAT16 : EPX_FLOAT32;
@@ -70,10 +98,9 @@ void require_config(const epx_moe_block_config& config) {
   for (const int64_t reserved : config.reserved)
     if (reserved != 0)
       fail(EPX_ERROR_INVALID_ARGUMENT, "a reserved field of the block's config is {}; it must be 0", reserved);
-  if (config.reserved0 != 0)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "reserved0 of the block's config is {}; it must be 0", config.reserved0);
   if (config.dispatch_format != nullptr) require_format(*config.dispatch_format, config);
   require_recipe(config);
+  require_path(config);
   with_real(config.dtype, [&]<typename T>(T) {
     require_finite<T>(config.router->scaling_factor, "router.scaling_factor");
     require_finite<T>(config.router->aux_loss_coeff, "router.aux_loss_coeff");
@@ -138,6 +165,15 @@ void plan_alone(const epx_moe_block_config& config, BlockPlan& plan) {
 
 } // namespace
 
+void require_rows(const BlockPlan& plan, int64_t num_rows) {
+  if (plan.path == EPX_MOE_PATH_DISPATCH) return;
+  const int64_t routes = plan.num_ranks * plan.max_tokens * std::min(plan.router.top_k, plan.ffn.num_experts);
+  const int64_t most = routes + int64_t{plan.ffn.num_experts} * (std::max(plan.layer.alignment, 1) - 1);
+  if (num_rows < most)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "path is {}, which drops no route; there is room for {} rows, and {} may come",
+         name_of(plan.path), num_rows, most);
+}
+
 BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   require_config(config);
   BlockPlan plan{};
@@ -148,6 +184,7 @@ BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   plan.layer = {config.router->top_k, config.alignment};
   if (config.dispatch_format != nullptr) plan.dispatch_format = *config.dispatch_format;
   plan.recipe = config.recipe;
+  plan.path = config.path;
   plan.is_early = config.weighting == EPX_MOE_WEIGHT_EARLY;
   plan.recomputes = config.recompute == 1;
   if (group == nullptr) {
@@ -155,6 +192,7 @@ BlockPlan plan_block(epx_group group, const epx_moe_block_config& config) {
   } else {
     const epx_group_info info = query(group);
     require_fit(info, config);
+    require_path_fits(info, config);
     plan_with_group(info, plan);
   }
   require_wide(plan);

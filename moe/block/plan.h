@@ -18,6 +18,7 @@ struct BlockPlan {
   epx_layer layer;
   std::optional<epx_row_format> dispatch_format; // of the wire alone; without tensors
   epx_moe_recipe recipe;
+  epx_moe_path path;
   bool is_early;
   bool recomputes;
   Place place; // of tensors
@@ -32,5 +33,8 @@ struct BlockPlan {
 // Local: the group, which may be NULL, makes no call. The config, its router, ffn and format have passed require_struct. Throws
 // when the config is no good, or does not fit the group.
 BlockPlan plan_block(epx_group group, const epx_moe_block_config& config);
+
+// Throws unless so many rows are enough for a path that drops no route.
+void require_rows(const BlockPlan& plan, int64_t num_rows);
 
 } // namespace epx::moe

@@ -20,6 +20,42 @@ void check_layer(const Rank& rank, const LayerOptions& options, double tolerance
   check_status_clean(rank);
 }
 
+// Paths of slices: those of rows have the bits of sums over routes, and the ring those of partial sums.
+template <typename T>
+void check_paths(const Rank& rank, double tolerance, double ring_tolerance) {
+  for (const LayerOptions& options : {LayerOptions{3, EPX_MOE_WEIGHT_EARLY, 4, 0.1}, LayerOptions{1, EPX_MOE_WEIGHT_EARLY},
+                                      LayerOptions{kMaxTopK, EPX_MOE_WEIGHT_EARLY, kMaxAlignment}}) {
+    const LayerOf<T> layer = make_layer_of<T>(115, options);
+    BlockConfig ring = layer.config, ragged = layer.config;
+    ring.path = EPX_MOE_PATH_RING;
+    ragged.path = EPX_MOE_PATH_RAGGED;
+    ring.max_in_flight = ragged.max_in_flight = 2;
+    RankBlockOf<T> by_ring(rank, layer, ring), by_rows(rank, layer, ragged);
+    for (const int32_t flight : {0, 1}) {
+      by_ring.forward(flight, ring_tolerance);
+      by_rows.forward(flight, tolerance);
+    }
+    for (const int32_t flight : {1, 0}) {
+      by_ring.backward(flight, ring_tolerance);
+      by_rows.backward(flight, tolerance);
+    }
+  }
+  check_status_clean(rank);
+}
+
+// The ring has the bits of a group of precision `wire`.
+template <typename T>
+void check_ring_bits(const Rank& rank, double tolerance) {
+  const LayerOf<T> layer = make_layer_of<T>(116, {3, EPX_MOE_WEIGHT_EARLY, 4, 0.1});
+  BlockConfig ring = layer.config;
+  ring.path = EPX_MOE_PATH_RING;
+  RankBlockOf<T> expected(rank, layer), actual(rank, layer, ring);
+  const auto out = expected.forward(0, tolerance);
+  expect_none("out", difference(actual.forward(0, tolerance).out, out.out));
+  const auto gradients = expected.backward(0, tolerance);
+  expect_none("gradients", gradient_difference(actual.backward(0, tolerance), gradients));
+}
+
 // Blocks of different kinds, and flights of one block, take turns on one arena.
 template <typename T>
 void check_shared_arena(const Rank& rank, double tolerance) {

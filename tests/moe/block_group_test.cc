@@ -157,6 +157,15 @@ TEST_CASE("three layers and two flights are in progress at once") {
   });
 }
 
+TEST_CASE("paths of slices have the bits of the local block, or those of wire precision") {
+  for (const auto& split : kSplits) {
+    each_rank(split, group_config(EPX_COMBINE_WIRE), [](const Rank& rank) {
+      check_paths<float>(rank, 0, 1e-5);
+      check_ring_bits<float>(rank, 1e-5);
+    });
+  }
+}
+
 TEST_CASE("wire precision agrees with the local block up to rounding") {
   const Layer late = make_layer(20, {3, EPX_MOE_WEIGHT_LATE, 1});
   const Layer early = make_layer(21, {3, EPX_MOE_WEIGHT_EARLY, 4});

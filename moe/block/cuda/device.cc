@@ -10,6 +10,7 @@
 #include "moe/block/memory.h"
 #include "moe/ffn/cuda/kernels.h"
 #include "moe/gemm/grouped_gemm.h"
+#include "moe/permute/cuda/kernels.h"
 #include "moe/quantise/cuda/kernels.h"
 #include "moe/router/cuda/kernels.h"
 
@@ -47,8 +48,9 @@ void copy_async(void* to, const void* from, size_t bytes, epx_stream stream) {
 }
 
 void load_block_kernels(epx_dtype dtype, bool is_fp8) {
-  std::vector<std::vector<const void*>> lists = {route_kernels(),    load_kernels(),  route_bwd_kernels(),
-                                                 ffn_kernels(dtype), block_kernels(), grouped_gemm_kernels(dtype)};
+  std::vector<std::vector<const void*>> lists = {route_kernels(),    load_kernels(),           route_bwd_kernels(),
+                                                 ffn_kernels(dtype), block_kernels(),          grouped_gemm_kernels(dtype),
+                                                 row_map_kernels(),  permute_and_sum_kernels()};
   if (is_fp8)
     lists.insert(lists.end(), {block_quantise_rows_kernels(), block_quantise_swiglu_kernels(),
                                block_dequantise_rows_kernels(), grouped_gemm_kernels(EPX_FLOAT8_E4M3)});

@@ -20,4 +20,8 @@ int launch_copy_integers(Integers from, Integers to, int64_t count, const Launch
 // As clamp_zone for every expert, in place.
 int launch_clamp_zones(Integers counts, Integers offsets, int num_experts, int64_t num_rows, const LaunchTarget& target);
 
+// Calls step(i) for each i < count. Step is one of moe/block/tables.h.
+template <typename Step>
+int launch_for_each(const Step& step, int64_t count, const LaunchTarget& target);
+
 } // namespace epx::moe::cuda

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/error_record.h"
@@ -38,6 +39,7 @@ struct RowMapCall {
   ErrorSink errors;
 };
 int launch_row_map(const RowMapCall& call, const LaunchTarget& target);
+std::vector<const void*> row_map_kernels();
 
 constexpr size_t owners_bytes(int64_t num_rows) {
   return round_up_workspace(static_cast<size_t>(num_rows) * sizeof(uint32_t));
@@ -55,6 +57,7 @@ struct PermuteCall {
   ErrorSink errors;
 };
 int launch_permute(const PermuteCall& call, const LaunchTarget& target);
+std::vector<const void*> permute_and_sum_kernels(); // those of launch_sum too
 
 struct SumCall {
   RowMap map;

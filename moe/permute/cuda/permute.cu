@@ -4,6 +4,8 @@
 // the owner of each row, the first route that has it. Each row then is written by its owner's warp alone.
 #include "moe/cuda/report.cuh"
 #include "moe/permute/cuda/kernels.h"
+
+#include "base/device/kernel_addresses.h"
 #include "moe/permute/cuda/rows.cuh"
 
 namespace epx::moe::cuda {
@@ -220,6 +222,13 @@ cudaError_t with_row_type(epx_dtype dtype, uint64_t address_bits, int64_t hidden
 }
 
 } // namespace
+
+std::vector<const void*> permute_and_sum_kernels() {
+  return epx::cuda::addresses_of(&owner_kernel, &permute_kernel<uint4>, &permute_kernel<uint32_t>,
+                                 &permute_kernel<uint16_t>, &permute_kernel<uint8_t>, &sum_kernel<float, true>,
+                                 &sum_kernel<float, false>, &sum_kernel<__half, true>, &sum_kernel<__half, false>,
+                                 &sum_kernel<__nv_bfloat16, true>, &sum_kernel<__nv_bfloat16, false>);
+}
 
 int launch_permute(const PermuteCall& call, const LaunchTarget& target) {
   if (const cudaError_t error = find_owners(call.map, call.owners, call.errors, target); error != cudaSuccess) return error;

@@ -5,6 +5,7 @@
 // is that of the routes.
 #include <climits>
 
+#include "base/device/kernel_addresses.h"
 #include "moe/cuda/report.cuh"
 #include "moe/cuda/warps.cuh"
 #include "moe/permute/cuda/kernels.h"
@@ -134,6 +135,10 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
 }
 
 } // namespace
+
+std::vector<const void*> row_map_kernels() {
+  return epx::cuda::addresses_of(&count_kernel, &zone_kernel, &assign_kernel);
+}
 
 int launch_row_map(const RowMapCall& call, const LaunchTarget& target) {
   const int64_t chunks = num_route_chunks(call.num_routes);
