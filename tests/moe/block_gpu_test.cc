@@ -79,6 +79,14 @@ void test_arenas(const RankContext& context) {
   check_arena_fit<float>(group.rank(), kFloat32);
 }
 
+void test_paths(const RankContext& context) {
+  const GpuGroup group(context, EPX_COMBINE_WIRE);
+  check_paths<float>(group.rank(), kFloat32, kFloat32);
+  check_paths<Bfloat16>(group.rank(), kTwoBytes, kTwoBytes);
+  check_ring_bits<float>(group.rank(), kFloat32);
+  check_ring_bits<Bfloat16>(group.rank(), kTwoBytes);
+}
+
 // The local block is in FLOAT32, so some of its numbers are rounded to another code.
 void test_fp8(const RankContext& context) {
   constexpr double kCodes = 6e-2;
@@ -93,11 +101,14 @@ void test_max_rows(const RankContext& context) {
 
 // A graph of a forward and its backward follows its input, which changes the routing, with eager calls in between.
 template <typename T>
-void check_graph(const Rank& rank) {
+void check_graph(const Rank& rank, epx_moe_path path = EPX_MOE_PATH_DISPATCH) {
   std::vector<LayerOf<T>> layers;
+  const epx_moe_weighting weighting = path == EPX_MOE_PATH_DISPATCH ? EPX_MOE_WEIGHT_LATE : EPX_MOE_WEIGHT_EARLY;
   for (uint64_t seed = 200; seed < 204; ++seed)
-    layers.push_back(make_layer_of<T>(seed, {3, EPX_MOE_WEIGHT_LATE, 4, 0.1}));
-  const Block<T> block(rank.group, layers[0].config, rank.num_ranks);
+    layers.push_back(make_layer_of<T>(seed, {3, weighting, 4, 0.1}));
+  BlockConfig config = layers[0].config;
+  config.path = path;
+  const Block<T> block(rank.group, config, rank.num_ranks);
   BlockInput<T> input = share_of(rank, layers[0].input);
   FfnParams<T> params = share_of(rank, layers[0].params);
   BlockOutput<T> output = block.make_output(rank.num_tokens);
@@ -148,6 +159,8 @@ void test_graphs(const RankContext& context) {
   const GpuGroup group(context, EPX_COMBINE_WIRE);
   check_graph<float>(group.rank());
   check_graph<Bfloat16>(group.rank());
+  for (const epx_moe_path path : {EPX_MOE_PATH_RING, EPX_MOE_PATH_RAGGED})
+    check_graph<Bfloat16>(group.rank(), path);
 }
 
 // Calls on two streams, which nobody waits for, use one flight one after the other.
@@ -410,6 +423,6 @@ int main(int argc, char** argv) {
     print_model_arena(context, EPX_MOE_RECIPE_FP8, false);
     print_model_arena(context, EPX_MOE_RECIPE_FP8, true);
   };
-  return run_suite({begin, test_kinds, test_arenas, test_fp8, test_max_rows, test_graphs, test_streams,
+  return run_suite({begin, test_kinds, test_arenas, test_paths, test_fp8, test_max_rows, test_graphs, test_streams,
                     test_calls_beside_capture, test_variants, test_refusals, end, model});
 }

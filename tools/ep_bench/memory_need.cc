@@ -39,12 +39,17 @@ double block_need(const Options& options, const epx_memory_plan& plan, int num_r
   const double arena = arena_rows * (4 * row + pre_act + 2 * sizeof(float)) + logits + routes * 3 * sizeof(float) +
                        static_cast<double>(plan.handle_mem_bytes);
   const double native = routes * (2 * row + 4 * sizeof(float)) + native_rows * (4 * row + pre_act + 2 * sizeof(int32_t));
-  if (options.block.recipe == EPX_MOE_RECIPE_WIDE) return tensors + arena + native;
+  const double gathered = num_ranks * tokens; // places of all ranks' tokens
+  const double of_path = options.block.path == EPX_MOE_PATH_DISPATCH ? 0
+                         : options.block.path == EPX_MOE_PATH_RING
+                             ? arena + gathered * (2 * row + options.top_k * 5 * sizeof(float))
+                             : arena + routes * (2 * row + 3 * sizeof(float));
+  if (options.block.recipe == EPX_MOE_RECIPE_WIDE) return tensors + arena + native + of_path;
   const double fp8_row = hidden + hidden / 32; // with its scales
   const double fp8_arena = arena_rows * (2 * fp8_row + row + pre_act + 2 * sizeof(float)) + logits +
                            routes * 3 * sizeof(float) + static_cast<double>(plan.handle_mem_bytes);
   const double codes = experts * 3 * ffn * hidden * 2; // both orientations
-  return tensors + arena + fp8_arena + codes + native;
+  return tensors + arena + fp8_arena + codes + native + of_path;
 }
 
 } // namespace

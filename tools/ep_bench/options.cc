@@ -18,6 +18,7 @@
 #include "tools/ep_bench/lists.h"
 #include "tools/ep_bench/options_check.h"
 #include "tools/ep_bench/options_help.h"
+#include "tools/named_paths.h"
 #include "tools/named_recipes.h"
 
 namespace epx::bench {
@@ -234,7 +235,7 @@ bool built_with_mpi() {
 std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* argv) {
   Options options;
   std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero", recipe = "wide",
-              row_format = "none", wire_format = "none", sum_format = "none", scale_layout = "rows",
+              path = "dispatch", row_format = "none", wire_format = "none", sum_format = "none", scale_layout = "rows",
               layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
   TokenRange token_range;
   NoiseTarget noise;
@@ -346,6 +347,10 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
          "--block: also measure a block whose experts are in FP8, beside the first: fp8_activations or fp8; wide: do not. "
          "--hidden and --ffn are then multiples of 128, and --alignment is a multiple of 16")
       ->needs(block);
+  app.add_option("--path", path,
+                 "--block: also measure a block whose rows take this path, beside the first: ring (all-gather, and partial "
+                 "sums home) or ragged (rows sorted by expert, by ragged all-to-all); dispatch: do not")
+      ->needs(block);
   add_number(app, "--pause-ms", options.block.pause_ms,
              "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
       ->needs(block);
@@ -405,6 +410,7 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.combine_precision = value_of<epx_combine_precision>("--combine-precision", precision, kPrecisions);
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
   options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kNamedRecipes);
+  options.block.path = value_of<epx_moe_path>("--path", path, kNamedPaths);
   options.seed = parse_seed(seed);
   check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
@@ -464,6 +470,9 @@ const char* to_string(Layout layout) {
 }
 const char* to_string(epx_pads pads) {
   return name_of<epx_pads>(pads, kPads);
+}
+const char* to_string(epx_moe_path path) {
+  return name_of<epx_moe_path>(path, kNamedPaths);
 }
 const char* to_string(epx_moe_recipe recipe) {
   return name_of<epx_moe_recipe>(recipe, kNamedRecipes);

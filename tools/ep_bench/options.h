@@ -36,6 +36,7 @@ struct BlockOptions {
   int32_t ffn = 1024;                          // F
   bool has_biases = false;                     // of both projections
   epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE; // of a second block beside the first; WIDE: none
+  epx_moe_path path = EPX_MOE_PATH_DISPATCH;   // of another block beside the first; DISPATCH: none
   int64_t pause_ms = 0;                        // 0: no times after a pause
   int32_t rounds = 1;                          // the iterations of its lines are split into so many
   std::string dump_directory;                  // empty: none
@@ -137,6 +138,7 @@ const char* to_string(epx_transport transport);
 const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
 const char* to_string(epx_moe_recipe recipe); // "fp8"
+const char* to_string(epx_moe_path path);     // "ring"
 const char* to_string(Layout layout);
 
 // Returns the bytes of a row of hidden elements of dtype. row_format.h has those of quantised rows.

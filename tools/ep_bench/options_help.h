@@ -66,7 +66,8 @@ inline constexpr const char* kFooter = R"(Figures
   cuBLAS product for each grouped one, of T * K rows. fwd+bwd writes the experts' gradients too, in --dtype. Times are those
   between events after a barrier of the streams, as above; whole layers (block, native) are enqueued while the stream runs,
   so that the host's work is in them where the GPU waits for it. --recipe adds a block whose experts are in FP8 (block-fp8),
-  and the time of quantising its weights, which is in no other line. --verify compares its outputs with the block's.
+  and the time of quantising its weights, which is in no other line. --path adds one whose rows take another path (block-ring).
+  --verify compares their outputs with the block's.
   TFLOP/s        of a rank: (forward 6, forward and backward 18) x T x K x H x F / time
   paused us      --pause-ms: the median of a quarter of the iterations, 5 at least, each after a pause of all ranks
   iqr us         the distance between the quartiles of the times that 'median us' is of

@@ -48,17 +48,19 @@ std::unique_ptr<AllToAll> make_all_to_all([[maybe_unused]] const Options& option
   return std::make_unique<BootstrapAllToAll>(peers);
 }
 
-// The block is first, then comes the one with a recipe, if it is wanted, and the native layer is last.
+// The block is first, then come the one with a recipe and the one with a path, if they are wanted, and the native layer is last.
 Layers make_layers(MeasuredGroup& measured, const Options& options, const Peers& peers, const BlockData& data,
                    Memory& memory) {
   const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
   std::unique_ptr<AllToAll> all_to_all = make_all_to_all(options, peers, memory, measured.rows());
   Layers layers;
-  const auto add_block = [&](epx_moe_recipe recipe) {
-    peers.together([&] { layers.push_back(std::make_unique<EpxLayer>(measured.group(), options, recipe, data, memory)); });
+  const auto add_block = [&](epx_moe_recipe recipe, epx_moe_path path) {
+    peers.together(
+        [&] { layers.push_back(std::make_unique<EpxLayer>(measured.group(), options, recipe, path, data, memory)); });
   };
-  add_block(EPX_MOE_RECIPE_WIDE);
-  if (options.block.recipe != EPX_MOE_RECIPE_WIDE) add_block(options.block.recipe);
+  add_block(EPX_MOE_RECIPE_WIDE, EPX_MOE_PATH_DISPATCH);
+  if (options.block.recipe != EPX_MOE_RECIPE_WIDE) add_block(options.block.recipe, EPX_MOE_PATH_DISPATCH);
+  if (options.block.path != EPX_MOE_PATH_DISPATCH) add_block(EPX_MOE_RECIPE_WIDE, options.block.path);
   peers.together([&] {
     layers.push_back(std::make_unique<NativeLayer>(options, peers.rank(), first_experts, measured.rows(), data, memory,
                                                    std::move(all_to_all)));
@@ -108,9 +110,9 @@ std::vector<BlockDifference> compare_all(const Layers& layers, const std::vector
                                          const Options& options, const Peers& peers) {
   std::vector<BlockDifference> differences;
   for (size_t i = 1; i < layers.size(); ++i) {
-    const bool is_native = i + 1 == layers.size();
     const double wide_limit = options.dtype == EPX_FLOAT32 ? kFp32Limit : kBf16Limit;
-    compare(outputs[0], *layers[i], outputs[i], is_native ? wide_limit : kFp8Limit, peers, differences);
+    compare(outputs[0], *layers[i], outputs[i], layers[i]->quantises_weights() ? kFp8Limit : wide_limit, peers,
+            differences);
   }
   return differences;
 }

@@ -20,7 +20,8 @@ moe::FfnConfig ffn_config(const Options& options, int32_t num_local_experts) {
   return config;
 }
 
-EpxLayer::EpxLayer(GroupView group, const Options& options, epx_moe_recipe recipe, const BlockData& data, Memory& memory)
+EpxLayer::EpxLayer(GroupView group, const Options& options, epx_moe_recipe recipe, epx_moe_path path, const BlockData& data,
+                   Memory& memory)
     : name_("block"), group_(group), data_(data), calls_(memory) {
   moe::BlockConfig config;
   config.router = router_config(options);
@@ -32,6 +33,11 @@ EpxLayer::EpxLayer(GroupView group, const Options& options, epx_moe_recipe recip
     config.recipe = recipe;
     config.weighting = EPX_MOE_WEIGHT_EARLY;
     quantised_.emplace(data, memory).quantise();
+  }
+  if (path != EPX_MOE_PATH_DISPATCH) {
+    name_ += fmt::format("-{}", to_string(path));
+    config.path = path;
+    config.weighting = EPX_MOE_WEIGHT_EARLY;
   }
   block_ = moe::Block(group, config);
 }

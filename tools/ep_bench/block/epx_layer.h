@@ -16,12 +16,15 @@ namespace epx::bench {
 class EpxLayer final : public BlockLayer {
 public:
   // Collective over the group. `data` and `memory` must outlive this. Throws epx::Error.
-  EpxLayer(GroupView group, const Options& options, epx_moe_recipe recipe, const BlockData& data, Memory& memory);
+  EpxLayer(GroupView group, const Options& options, epx_moe_recipe recipe, epx_moe_path path, const BlockData& data,
+           Memory& memory);
   EpxLayer(const EpxLayer&) = delete;
   EpxLayer& operator=(const EpxLayer&) = delete;
   ~EpxLayer() override;
 
-  const char* name() const override { return name_.c_str(); } // "block", or with the recipe "block-fp8"
+  const char* name() const override {
+    return name_.c_str();
+  } // "block", with the recipe "block-fp8", with the path "block-ring"
   void forward() override;
   void backward() override;
   bool quantises_weights() const override { return quantised_.has_value(); }

@@ -81,6 +81,7 @@ nlohmann::json block_json(const BlockResults& results, const Options& options) {
   return {{"ffn", options.block.ffn},
           {"biases", options.block.has_biases},
           {"recipe", to_string(options.block.recipe)},
+          {"path", to_string(options.block.path)},
           {"pause_ms", options.block.pause_ms},
           {"rounds", options.block.rounds},
           {"libraries", results.libraries},
