@@ -54,7 +54,8 @@ inline constexpr const char* kFooter = R"(Figures
                  its routes by expert, gathers all ranks' counts by ncclAllGather, copies them to the host, which waits for
                  them once, packs one row per route, sends the rows in one group of ncclSend and ncclRecv between all ranks,
                  the own one too, and permutes what arrives into expert-major order. It is compared with dispatch, and with
-                 prepare_dispatch, which begins with the counts too. dispatch-nocounts has the rows alone. The native combine
+                 prepare_dispatch, which begins with the counts too. dispatch-nocounts has the rows alone, and exchange
+                 their ncclSend and ncclRecv alone, beside epx_ragged_all_to_all of the same rows. The native combine
                  goes the way back, and sums each token's rows in fp32 with their weights. Sorts and permutations are those
                  of libepx_moe, and the communicator has NCCL's defaults. In favour of the native way, weights do not travel,
                  and calls that do not wait on the host are enqueued while the stream is blocked. It is never replayed from a

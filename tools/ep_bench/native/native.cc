@@ -14,6 +14,7 @@
 #include "tools/ep_bench/measure.h"
 #include "tools/ep_bench/native/gpu_all_to_all.h"
 #include "tools/ep_bench/native/native_rows.h"
+#include "tools/ep_bench/native/ragged_rows.h"
 #include "tools/ep_bench/workload/set_verifier.h"
 
 namespace epx::bench {
@@ -24,7 +25,7 @@ class NativeCalls {
 public:
   // `measured` and `sets` must outlive this. Collective. Throws AgreedError.
   NativeCalls(MeasuredGroup& measured, std::span<const InputSet> sets, const Options& options, const Peers& peers, Gpu& gpu)
-      : options_(options) {
+      : options_(options), has_slices_(measured.info().ranks_per_node == measured.info().num_ranks) {
     const std::vector<int32_t> first_experts = peers.gather(measured.info().first_local_expert);
     auto all_to_all = std::make_unique<GpuAllToAll>(peers, gpu, options.experts, measured.rows());
     peers.together([&] {
@@ -33,10 +34,14 @@ public:
         inputs_.push_back(measured.tensors_of(set.by_token));
       expert_rows_ = Buffer::plain(gpu, static_cast<size_t>(measured.rows() * row_bytes(options)));
       out_ = Buffer::plain(gpu, static_cast<size_t>(options.tokens * row_bytes(options)));
+      if (has_slices_) ragged_.emplace(options, measured.group(), measured.rows(), sets.size(), gpu);
     });
   }
 
-  // dispatch-nocounts and combine take the plan of the last dispatch, which must have been of the same set.
+  // Whether the call can be made: slices do not travel between nodes.
+  bool has(NativeCall call) const { return call != NativeCall::Ragged || has_slices_; }
+
+  // The calls but dispatch take the plan of the last one, which must have been of the same set.
   void make(NativeCall call, size_t set) {
     const TokenTensors& inputs = inputs_[set];
     const int64_t T = options_.tokens, K = options_.top_k, H = options_.hidden;
@@ -49,7 +54,20 @@ public:
     case NativeCall::Combine:
       return native_->combine(expert_rows_, {inputs.topk_weights.data(), EPX_FLOAT32, {T, K}},
                               {out_.data(), options_.dtype, {T, H}});
+    case NativeCall::Exchange:
+      return native_->exchange_rows();
+    case NativeCall::Ragged:
+      return ragged_->exchange(native_->sorted_rows(), set);
     }
+  }
+  // After the first dispatch of a set.
+  void plan_slices(size_t set) {
+    if (has_slices_) ragged_->plan(*native_, set);
+  }
+  // What is left to do after a call that leaves rows as they arrive.
+  void finish(NativeCall call) {
+    if (call == NativeCall::Exchange) native_->sort_arrived(native_->arrived_rows(), expert_rows_);
+    if (call == NativeCall::Ragged) native_->sort_arrived(ragged_->arrived(), expert_rows_);
   }
 
   size_t num_sets() const { return inputs_.size(); }
@@ -59,7 +77,9 @@ public:
 
 private:
   const Options& options_;
+  bool has_slices_;
   std::optional<NativeRows> native_;
+  std::optional<RaggedRows> ragged_;
   std::vector<TokenTensors> inputs_; // by set
   Buffer expert_rows_, out_;
 };
@@ -89,14 +109,18 @@ public:
       peers_.together([&] {
         actual.fill(kScribble);
         native_.make(call, set_);
+        native_.finish(call);
         gpu_.finish();
       });
       return wrong_elements(expected, actual, call == NativeCall::Combine);
     };
     const int64_t dispatched = wrong_after(NativeCall::Dispatch, expert_rows, native_.expert_rows());
     const int64_t rows_dispatched = wrong_after(NativeCall::DispatchRows, expert_rows, native_.expert_rows());
+    const int64_t exchanged = wrong_after(NativeCall::Exchange, expert_rows, native_.expert_rows());
+    const int64_t ragged =
+        native_.has(NativeCall::Ragged) ? wrong_after(NativeCall::Ragged, expert_rows, native_.expert_rows()) : 0;
     native_.expert_rows().write(mine_.by_row.expert_out);
-    return {dispatched, rows_dispatched, wrong_after(NativeCall::Combine, out, native_.out())};
+    return {dispatched, rows_dispatched, wrong_after(NativeCall::Combine, out, native_.out()), exchanged, ragged};
   }
 
 private:
@@ -124,8 +148,10 @@ public:
     peers_.together([&] {
       for (size_t set = 0; set < native_.num_sets(); ++set)
         for (const NativeCall call : kNativeCalls) {
+          if (!native_.has(call)) continue;
           native_.make(call, set);
           gpu_.finish();
+          if (call == NativeCall::Dispatch) native_.plan_slices(set);
         }
       native_.keep_workspace();
     });
@@ -135,12 +161,13 @@ public:
     std::array<std::vector<int64_t>, kNativeCalls.size()> times;
     for (int iteration = 0; iteration < options_.warmup + options_.iterations; ++iteration)
       for (size_t call = 0; call < kNativeCalls.size(); ++call) {
+        if (!native_.has(kNativeCalls[call])) continue;
         const int64_t elapsed_ns = time(kNativeCalls[call], iteration);
         if (iteration >= options_.warmup) times[call].push_back(elapsed_ns);
       }
     std::array<std::vector<Series>, kNativeCalls.size()> series;
     for (size_t call = 0; call < kNativeCalls.size(); ++call)
-      series[call] = gather_durations(times[call], peers_);
+      if (native_.has(kNativeCalls[call])) series[call] = gather_durations(times[call], peers_);
     return series;
   }
 

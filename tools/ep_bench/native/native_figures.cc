@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <string_view>
 
 #include "tools/ep_bench/lines.h"
 
@@ -17,9 +18,12 @@ std::vector<epx_operation> operations_like(NativeCall call) {
   case NativeCall::DispatchRows:
     return {EPX_OP_DISPATCH};
   case NativeCall::Combine:
+    return {EPX_OP_COMBINE};
+  case NativeCall::Exchange: // whose ratio is to another of these calls
+  case NativeCall::Ragged:
     break;
   }
-  return {EPX_OP_COMBINE};
+  return {};
 }
 
 NativeCallFigures figures_of(NativeCall call, const std::vector<Series>& series, const Figures& figures) {
@@ -48,18 +52,28 @@ const char* name_of(NativeCall call) {
   case NativeCall::DispatchRows:
     return "dispatch-nocounts";
   case NativeCall::Combine:
+    return "combine";
+  case NativeCall::Exchange:
+    return "exchange";
+  case NativeCall::Ragged:
     break;
   }
-  return "combine";
+  return "ragged_all_to_all";
 }
 
 NativeFigures compute_native_figures(const NativeMeasurements& measurements, const Figures& figures, const Survey& survey,
                                      const Options& options) {
   NativeFigures native;
   for (size_t call = 0; call < kNativeCalls.size(); ++call) {
+    if (measurements.calls[call].empty()) continue;
     native.calls.push_back(figures_of(kNativeCalls[call], measurements.calls[call], figures));
     if (measurements.wrong) native.calls.back().wrong = (*measurements.wrong)[call];
   }
+  const auto of = [&](NativeCall call) {
+    return std::ranges::find(native.calls, std::string_view(name_of(call)), &NativeCallFigures::name);
+  };
+  if (const auto ragged = of(NativeCall::Ragged), exchange = of(NativeCall::Exchange); ragged != native.calls.end())
+    exchange->ratios.push_back({ragged->name, ragged->median_us, exchange->median_us / ragged->median_us});
   const double samples = static_cast<double>(options.iterations) * static_cast<double>(measurements.calls[0].size());
   const double bytes = static_cast<double>(row_bytes(options)) / samples;
   for (int iteration = options.warmup; iteration < options.warmup + options.iterations; ++iteration) {

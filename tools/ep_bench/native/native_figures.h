@@ -14,15 +14,16 @@
 
 namespace epx::bench {
 
-// The timed calls of native_rows.h.
-enum class NativeCall { Dispatch, DispatchRows, Combine };
-inline constexpr std::array kNativeCalls{NativeCall::Dispatch, NativeCall::DispatchRows, NativeCall::Combine};
+// The timed calls of native_rows.h, and, beside the exchange of its rows, that of ragged_rows.h.
+enum class NativeCall { Dispatch, DispatchRows, Combine, Exchange, Ragged };
+inline constexpr std::array kNativeCalls{NativeCall::Dispatch, NativeCall::DispatchRows, NativeCall::Combine,
+                                         NativeCall::Exchange, NativeCall::Ragged};
 const char* name_of(NativeCall call); // "dispatch-nocounts"
 
 using NativeWrongCounts = std::array<int64_t, kNativeCalls.size()>; // elements
 
 struct NativeMeasurements {
-  std::array<std::vector<Series>, kNativeCalls.size()> calls; // [call][rank][iteration]
+  std::array<std::vector<Series>, kNativeCalls.size()> calls; // [call][rank][iteration]; [] of Ragged between nodes
   std::optional<NativeWrongCounts> wrong;                     // of all ranks, with --verify
 };
 
@@ -44,7 +45,7 @@ struct NativeCallFigures {
 };
 
 struct NativeFigures {
-  std::vector<NativeCallFigures> calls; // in the order of kNativeCalls
+  std::vector<NativeCallFigures> calls; // in the order of kNativeCalls; Ragged is missing between nodes
   // Bytes of rows that a rank sends in a call, the mean of ranks and iterations: to other ranks, and of these to other nodes.
   double sent_bytes = 0;
   double sent_to_nodes_bytes = 0;

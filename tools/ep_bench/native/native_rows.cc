@@ -85,16 +85,12 @@ void NativeRows::dispatch_bwd(const Buffer& grad_recv, const Tensor& grad_tokens
 }
 
 void NativeRows::plan() {
-  const std::vector<int32_t>& counts = all_to_all_->wait_for_counts(); // [P, E]
+  counts_ = all_to_all_->wait_for_counts();
   const int num_ranks = static_cast<int>(first_experts_.size()) - 1;
-  home_rows_.assign(num_ranks, 0);
+  home_rows_ = sent_to(rank_);
   expert_rows_.assign(num_ranks, 0);
-  for (int peer = 0; peer < num_ranks; ++peer) {
-    for (int32_t expert = first_experts_[peer]; expert < first_experts_[peer + 1]; ++expert)
-      home_rows_[peer] += counts[rank_ * E_ + expert];
-    for (int64_t local = 0; local < num_local_; ++local)
-      expert_rows_[peer] += counts[peer * E_ + first_experts_[rank_] + local];
-  }
+  for (int peer = 0; peer < num_ranks; ++peer)
+    expert_rows_[peer] = sent_to(peer)[rank_];
   num_rows_ = std::reduce(expert_rows_.begin(), expert_rows_.end());
   if (num_rows_ > max_rows_)
     throw RuntimeError(fmt::format("the native way receives {} rows and has room for {}", num_rows_, max_rows_));
@@ -103,8 +99,17 @@ void NativeRows::plan() {
   auto next = local_experts.begin();
   for (int peer = 0; peer < num_ranks; ++peer)
     for (int64_t local = 0; local < num_local_; ++local)
-      next = std::fill_n(next, counts[peer * E_ + first_experts_[rank_] + local], static_cast<int32_t>(local));
+      next = std::fill_n(next, counts_[peer * E_ + first_experts_[rank_] + local], static_cast<int32_t>(local));
   if (num_rows_ > 0) all_to_all_->upload(local_experts, arrived_experts_);
+}
+
+std::vector<int64_t> NativeRows::sent_to(int source) const {
+  std::vector<int64_t> rows;
+  for (size_t peer = 0; peer + 1 < first_experts_.size(); ++peer) {
+    const auto* const of_source = counts_.data() + source * E_;
+    rows.push_back(std::reduce(of_source + first_experts_[peer], of_source + first_experts_[peer + 1], int64_t{0}));
+  }
+  return rows;
 }
 
 void NativeRows::sort(const ConstTensor& topk_idx, int64_t num_experts, Order& order) {

@@ -30,6 +30,12 @@ public:
   void dispatch(const ConstTensor& topk_idx, const ConstTensor& tokens, const Buffer& recv_tokens);
   // Sends the rows by the plan of the last dispatch(); the host waits for nothing. So do the others.
   void dispatch_rows(const ConstTensor& tokens, const Buffer& recv_tokens);
+  // Sends the rows that the last dispatch or dispatch_rows() has sorted once more, and leaves them as they arrive; sort_arrived()
+  // then brings them into expert order.
+  void exchange_rows() { send_to_experts(); }
+  void sort_arrived(const Buffer& arrived, const Buffer& recv_tokens) {
+    permute(local_map(), rows(arrived), rows(recv_tokens));
+  }
   // Sums each token's rows times their weights in fp32.
   void combine(const Buffer& expert_out, const ConstTensor& topk_weights, const Tensor& out);
   // Follows the combine of the same rows.
@@ -39,8 +45,12 @@ public:
 
   void keep_workspace() { calls_.keep_workspace(); } // calls from now on are like those before
 
+  const Buffer& sorted_rows() const { return home_; }     // [T * K, H] by expert, after dispatch() and dispatch_rows()
+  const Buffer& arrived_rows() const { return arrived_; } // [max_rows, H] by (source, expert)
+
   // By the last dispatch().
-  int64_t num_rows() const { return num_rows_; }                                        // N, of the experts here
+  std::vector<int64_t> sent_to(int source) const; // [P]: rows of a rank, by the rank that they go to
+  int64_t num_rows() const { return num_rows_; }  // N, of the experts here
   Tensor rows(const Buffer& buffer) const { return row_tensor(buffer, num_rows_); }     // [N, H]
   Tensor counts() const { return integers(by_local_expert_.counts, num_local_); }       // [E_l] INT32
   Tensor offsets() const { return integers(by_local_expert_.offsets, num_local_ + 1); } // [E_l + 1] INT32
@@ -72,6 +82,7 @@ private:
   int64_t max_rows_;
   int64_t T_, K_, E_, num_local_;
 
+  std::vector<int32_t> counts_;                  // [P, E]
   std::vector<int64_t> home_rows_, expert_rows_; // [P]: of this rank's routes by owner, of this rank's experts by source
   int64_t num_rows_ = 0;
 
