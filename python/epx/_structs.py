@@ -41,6 +41,7 @@ class Operation(enum.IntEnum):
     DISPATCH_RANK_MAJOR_BWD = 11
     PREPARE_DISPATCH = 12
     ALL_GATHER = 13
+    RAGGED_ALL_TO_ALL = 14
 
 
 class Phase(enum.IntEnum):
@@ -58,6 +59,7 @@ class EventKind(enum.IntEnum):
     OVERFLOW = 1
     TOO_FEW_ROWS = 2
     HANDLE_MISMATCH = 3
+    BAD_SLICE = 4
 
 
 class Transport(enum.IntEnum):
@@ -97,6 +99,13 @@ class Pads(enum.IntEnum):
     UNTOUCHED = 1
 
 
+class SliceDirection(enum.IntEnum):
+    """In which direction the slices of a ragged all-to-all move (epx_slice_direction)."""
+
+    FORWARD = 0
+    TRANSPOSED = 1
+
+
 # epx_dtype, by the names that dtypes have in numpy, JAX and the package ml_dtypes.
 DTYPES = {
     "float32": 1,
@@ -132,7 +141,7 @@ class ScaleLayout(enum.IntEnum):
     TILES = 3
 
 
-MAX_EVENT_KINDS, MAX_REPORTED_RANKS, MAX_MESSAGE_BYTES = 16, 64, 1024
+MAX_EVENT_KINDS, MAX_REPORTED_RANKS, MAX_MESSAGE_BYTES, MAX_SLICES = 16, 64, 1024, 2048
 
 
 def known(enumeration, value):
@@ -305,14 +314,15 @@ class Call(typing.NamedTuple):
     function: typing.Callable
 
 
-def _call(name, tensors, more=()):
+_OF_LAYER = [("layer", Layer), ("handle_mem", c_void_p), ("handle_mem_bytes", c_size_t)]
+
+
+def _call(name, tensors, more=(), first=_OF_LAYER):
     """The operation epx_<name>: args structs differ in their tensors, and in the fields `more` behind these."""
     c_name = f"epx_{name}_args"
     fields = [
         ("struct_size", c_size_t),
-        ("layer", Layer),
-        ("handle_mem", c_void_p),
-        ("handle_mem_bytes", c_size_t),
+        *first,
         ("stream", c_void_p),
         *[(tensor, POINTER(Tensor)) for tensor in tensors.split()],
         *more,
@@ -337,7 +347,7 @@ _PLAN, _ROWS, _MORE = (
 _ZONES = [("zone_stride", c_int64)]
 _SPACING = [("row_spacing", c_int32), ("reserved0", c_int32)]
 _GRADS = "grad_recv grad_recv_weights grad_tokens grad_topk_weights"
-CALLS = {
+CALLS = {  # those of a layer
     name: _call(name, *fields)
     for name, *fields in (
         ("prepare", _PLAN, _ZONES),
@@ -352,6 +362,12 @@ CALLS = {
         ("dispatch_rank_major_bwd", _GRADS, _FORMAT),
     )
 }
+RAGGED_ALL_TO_ALL = _call(
+    "ragged_all_to_all",
+    "operand output input_offsets send_sizes output_offsets recv_sizes",
+    [("direction", c_int32), ("reserved0", c_int32)],
+    first=(),
+)
 
 STRUCTS = [
     Tensor,
@@ -363,7 +379,7 @@ STRUCTS = [
     GroupReport,
     Layer,
     RowFormat,
-    *[call.struct for call in CALLS.values()],
+    *[call.struct for call in (*CALLS.values(), RAGGED_ALL_TO_ALL)],
 ]
 ENUMS = [
     ("EPX_OP_", Operation),
@@ -376,6 +392,7 @@ ENUMS = [
     ("EPX_ROWS_", RowSpacing),
     ("EPX_SCALING_", Scaling),
     ("EPX_SCALES_", ScaleLayout),
+    ("EPX_SLICES_", SliceDirection),
 ]
 
 INTERRUPT_CHECK = CFUNCTYPE(c_int32)

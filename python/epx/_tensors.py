@@ -83,11 +83,15 @@ def attach(view, sidecar):
     return view
 
 
-def output(name, array, shape=None, dtypes=None):
-    """A view of an array that a call writes."""
+def require_writable(name, array):
     require_kind(name, array, numpy.ndarray)
     if not array.flags.writeable:
         refuse(f"{name} is read-only")
+
+
+def output(name, array, shape=None, dtypes=None):
+    """A view of an array that a call writes."""
+    require_writable(name, array)
     return tensor(name, array, shape, dtypes)
 
 

@@ -41,7 +41,8 @@ class GroupError(Error):
 class EventError(Error):
     """Group.check() found recoverable errors since the last check; the group lives on.
 
-    events: {EventKind: count}, in routes (calls for HANDLE_MISMATCH). operation and sequence tell the call of the first one.
+    events: {EventKind: count}, in routes (calls for HANDLE_MISMATCH, slices for BAD_SLICE). operation and sequence tell the call
+    of the first one.
     """
 
     def __init__(self, message, events, operation, sequence):

@@ -13,7 +13,7 @@ import weakref
 
 import numpy
 
-from . import _interrupt, _lifetime, _structs
+from . import _interrupt, _lifetime, _slices, _structs
 from ._config import make_config
 from ._formats import on_wire
 from ._group_base import GroupBase
@@ -435,6 +435,31 @@ class Group(GroupBase):
             weights = tensor("grad_recv_weights", grad_recv_weights, (*rows, plan.top_k), (_FLOAT32,))
         return self._bring_home("dispatch_rank_major_bwd", plan, grad_recv, grad, weights, format)
 
+    def ragged_all_to_all(
+        self, operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, transposed=False
+    ) -> numpy.ndarray:
+        """Moves slices of rows between the ranks, as jax.lax.ragged_all_to_all does, into `output` itself. Collective; not in a
+        group of several nodes. It needs no plan, and its rows may be longer than hidden_dim.
+
+        operand: [N, ...] of any dtype of whole bytes.  output: [M, ...] to be written, of operand's dtype and other dimensions.
+        N and M may differ from rank to rank.  input_offsets, send_sizes, output_offsets, recv_sizes: [K], all int32 or all
+        int64. K is here the number of slices, a multiple of P up to 2048, the same on all ranks. Slice i goes to rank
+        i // (K / P): it is the send_sizes[i] rows of operand from input_offsets[i] on, and begins at row output_offsets[i] of
+        that rank's output. recv_sizes[r * (K / P) + j] has the rows of the j-th slice from rank r to this one.  transposed: the
+        same on all ranks; True: the rows go back, from where the four arrays would bring them. operand is then the gradient of
+        the forward's output, and output that of its operand. Of a row that more than one slice has read, one gradient arrives:
+        they are not summed.
+        Returns output. Rows that nothing lands on keep what they have; where slices overlap in it, either may be what is left.
+
+        A slice moves whole or not at all. It does not where its size is negative, where send_sizes and recv_sizes disagree on
+        it, or where it leaves operand or output; check() then raises EventError with BAD_SLICE on both of its ranks.
+        """
+        self.require_host()
+        views = _slices.tensors(operand, output, (input_offsets, send_sizes, output_offsets, recv_sizes))
+        call, pointers = _structs.RAGGED_ALL_TO_ALL, [_pointer(view) for view in views]
+        self._run(call, call.struct(call.struct_size, None, *pointers, _slices.direction(transposed), 0))
+        return output
+
     def _bring_home(self, name, plan, grad_recv, grad, weights, row_format):
         """grad_tokens and grad_topk_weights, of grad_recv, a view of it, and one of grad_recv_weights or None."""
         grad_tokens = numpy.empty((plan.num_tokens, grad_recv.shape[-1]), grad_recv.dtype)
@@ -505,7 +530,6 @@ class Group(GroupBase):
         return layer
 
     def _call(self, name, plan, *tensors, more=()):
-        handle = self.handle
         handle_mem = plan.handle_mem
         call = _structs.CALLS[name]
         args = call.struct(
@@ -517,6 +541,10 @@ class Group(GroupBase):
             *[None if view is None else _pointer(view) for view in tensors],
             *more,
         )
+        self._run(call, args)
+
+    def _run(self, call, args):
+        handle = self.handle
         status = call.function(handle, args)
         if status:
             raise_call_failed(handle, status)

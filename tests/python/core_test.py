@@ -381,12 +381,87 @@ class Layer(unittest.TestCase):
                 group.check()
             self.assertIn(epx.EventKind.HANDLE_MISMATCH, caught.exception.events)
 
+    def test_3_ragged_all_to_all(self):
+        dtypes = ["float32", "float64", "uint8", "int64", "bool", "complex128", "datetime64[s]"]
+        try:
+            from ml_dtypes import bfloat16, float4_e2m1fn
+
+            dtypes += [bfloat16, float4_e2m1fn]
+        except ModuleNotFoundError:
+            pass
+        shapes = (), (HIDDEN,), (3, 5), (2 * HIDDEN,), (1, 2, 1, 3)  # of a row; the fourth is longer than the group's
+        with make_group("ragged") as group:
+            for seed, dtype in enumerate(map(numpy.dtype, dtypes)):
+                shape, index_dtype, per_pair = shapes[seed % 5], (numpy.int32, numpy.int64)[seed % 2], 1 + seed % 3
+                slices = reference.Slices(RANKS, per_pair, seed, dtype=index_dtype)
+                generator = numpy.random.default_rng(seed)
+                operands, outputs = [
+                    [generator.integers(0, 7, (count, *shape)).astype(dtype) for count in counts] for counts in slices.num_rows
+                ]
+                moved, arguments = outputs[RANK].copy(), slices.arguments[RANK]
+                self.assertIs(group.ragged_all_to_all(operands[RANK], moved, *arguments), moved)
+                numpy.testing.assert_array_equal(moved, slices.move(operands, outputs)[RANK])
+                moved = operands[RANK].copy()
+                group.ragged_all_to_all(outputs[RANK], moved, *arguments, transposed=True)
+                numpy.testing.assert_array_equal(moved, slices.move_back(outputs, operands)[RANK])
+            # An all-gather, of slices that overlap where they are read; the last rank has no rows.
+            counts = numpy.array([2 * (RANKS - 1 - rank) for rank in range(RANKS)])
+            first = counts.cumsum() - counts
+            own = [numpy.full((count, 3), rank, numpy.uint8) for rank, count in enumerate(counts)]
+            arguments = [numpy.full(RANKS, value) for value in (0, counts[RANK], first[RANK])]
+            gathered = numpy.full((counts.sum() + 1, 3), 99, numpy.uint8)
+            group.ragged_all_to_all(own[RANK], gathered, *arguments, counts)
+            numpy.testing.assert_array_equal(gathered, numpy.concatenate([*own, [[99] * 3]]))
+            # More bytes than pass through the group's staging at once.
+            wide = numpy.arange(1 << 20, dtype=numpy.uint32).reshape(RANKS, -1) + RANK
+            to, ones = numpy.arange(RANKS), numpy.ones(RANKS, int)
+            received = group.ragged_all_to_all(wide, numpy.zeros_like(wide), to, ones, ones * RANK, ones)
+            numpy.testing.assert_array_equal(received, wide[RANK] + (to[:, None] - RANK))
+            group.check()
+
+    def test_4_bad_slices(self):
+        """Of slices of a row each that go from each rank to each, that from the first rank to the last."""
+        last = RANKS - 1
+        bad = {
+            "leaves (this|that) rank's tensor": ((0, RANKS), (0, -1), (1, 2)),
+            r"in send_sizes and 1 rows in recv_sizes": ((1, -1), (1, 0)),
+            r"leaves the tensor of (rank [0-9]|this rank): 1 rows from row": ((2, 2 * RANKS), (2, -5)),
+        }
+        with make_group("slices") as group:
+            for transposed in (False, True):
+                for words, changes in bad.items():
+                    for array, value in changes:
+                        arguments = [numpy.arange(RANKS), *(numpy.full(RANKS, each) for each in (1, 2 * RANK, 1))]
+                        if RANK == 0:
+                            arguments[array][last] = value
+                        rows = (2 * RANKS, RANKS) if transposed else (RANKS, 2 * RANKS)
+                        operand, output = [numpy.full((count, 2), i) for i, count in enumerate(rows)]
+                        group.ragged_all_to_all(operand, output, *arguments, transposed=transposed)
+                        wanted = numpy.ones_like(output)
+                        wanted[:: 1 if transposed else 2] = 0
+                        if transposed and RANK == 0:
+                            wanted[last] = 1
+                        if not transposed and RANK == last:
+                            wanted[0] = 1
+                        numpy.testing.assert_array_equal(output, wanted)
+                        if RANK in (0, last):
+                            with self.assertRaisesRegex(epx.EventError, words) as caught:
+                                group.check()
+                            self.assertEqual(caught.exception.events, {epx.EventKind.BAD_SLICE: 1})
+                            self.assertEqual(caught.exception.operation, epx.Operation.RAGGED_ALL_TO_ALL)
+                        group.check()
+
     def test_5_refusals_leave_the_group_as_it_was(self):
         with make_group("refusals") as group:
             idx, tokens, weights = make_data([4] * RANKS, 8)
             plan = group.prepare(idx[RANK])
             x, w = tokens[RANK], weights[RANK]
             by_rank, *_ = group.dispatch_rank_major(x, idx[RANK])
+
+            def move(*arrays, transposed=False):
+                arrays = {**dict(enumerate([x, x.copy(), *[numpy.zeros(RANKS, int)] * 4])), **dict(arrays)}
+                return lambda: group.ragged_all_to_all(*arrays.values(), transposed=transposed)
+
             for words, call in {
                 "tokens has shape": lambda: group.dispatch(plan, x[:3]),
                 "tokens has strides": lambda: group.dispatch(plan, numpy.zeros((HIDDEN, 4), numpy.float32).T),
@@ -420,6 +495,20 @@ class Layer(unittest.TestCase):
                 "alignment is 4294967297; it must fit in 32 bits": lambda: group.prepare(idx[RANK], alignment=2**32 + 1),
                 "max_rows is 'all'": lambda: group.dispatch_rank_major(x, idx[RANK], max_rows="all"),
                 "num_rows and recv_tokens are given": lambda: group.dispatch(plan, x, num_rows=4, recv_tokens=x),
+                "operand is list; this call takes numpy.ndarray": move((0, x.tolist())),
+                "operand has strides": move((0, numpy.zeros((HIDDEN, 4), numpy.float32).T)),
+                "operand has shape []; it must have at least one": move((0, numpy.array(1.0))),
+                "operand has shape [4, 0]; its rows must have": move((0, x[:, :0].copy()), (1, x[:, :0].copy())),
+                "operand has dtype object": move((0, x.astype(object)), (1, x.astype(object))),
+                "output is float64; it must be float32": move((1, x.astype(float))),
+                f"output has shape [4, {HIDDEN // 2}]; it must be [any, {HIDDEN}]": move((1, x[:, ::2].copy())),
+                "output is read-only": move((1, numpy.broadcast_to(x, x.shape))),
+                "output overlaps operand": move((1, x)),
+                "input_offsets is float32; it must be int32 or int64": move((2, x[0])),
+                "send_sizes is int32; it must be int64": move((3, numpy.zeros(RANKS, numpy.int32))),
+                f"recv_sizes has shape [{RANKS + 1}]; it must be [{RANKS}]": move((5, numpy.zeros(RANKS + 1, int))),
+                "K = sizes[0] = 0 slices": move(*((i, numpy.zeros(0, int)) for i in range(2, 6))),
+                "transposed is int; this call takes bool": move(transposed=1),
                 "recv_tokens is read-only": lambda: group.dispatch(plan, x, recv_tokens=numpy.broadcast_to(x, x.shape)),
             }.items():
                 error = ranks.refused(self, words, call)

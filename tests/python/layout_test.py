@@ -31,7 +31,7 @@ def assertions():
     for name, code in _structs.DTYPES.items():
         c_name = f"EPX_{name.removesuffix('fn').removesuffix('fnu').upper()}"
         yield f"{c_name} == {code}", c_name
-    for name in ("MAX_EVENT_KINDS", "MAX_REPORTED_RANKS", "MAX_MESSAGE_BYTES"):
+    for name in ("MAX_EVENT_KINDS", "MAX_REPORTED_RANKS", "MAX_MESSAGE_BYTES", "MAX_SLICES"):
         yield f"EPX_{name} == {getattr(_structs, name)}", f"EPX_{name}"
 
 

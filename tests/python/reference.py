@@ -157,3 +157,49 @@ class RankMajorExchange:
 
     def gather_weights(self, weights):
         return self.gather([numpy.where(idx >= 0, each, 0) for idx, each in zip(self.recv_topk_idx, weights)])
+
+
+class Slices:
+    """Random slices of ragged_all_to_all, `per_pair` of them from each rank to each; data and results are lists by rank.
+    Neither in operands nor in outputs do they overlap, and rows lie between them. num_rows: of the operands, and of the
+    outputs."""
+
+    def __init__(self, num_ranks, per_pair, seed, most_rows=3, dtype=numpy.int32):
+        generator = numpy.random.default_rng(seed)
+        # Of slice j from a source rank to another: its rows, and its first one in the operand and in the output.
+        self.sizes = generator.integers(0, most_rows + 1, (num_ranks, num_ranks, per_pair))
+        first_in, in_rows = zip(*[self._lay_out(generator, sizes) for sizes in self.sizes])
+        first_out, out_rows = zip(*[self._lay_out(generator, sizes) for sizes in self.sizes.swapaxes(0, 1)])
+        self.num_rows = in_rows, out_rows
+        by_source = numpy.stack(first_in), numpy.stack(first_out).swapaxes(0, 1)
+        self.rows = []  # (source rank, its row, destination rank, its row)
+        for source, destination, j in numpy.ndindex(self.sizes.shape):
+            starts = [firsts[source, destination, j] for firsts in by_source]
+            for n in range(self.sizes[source, destination, j]):
+                self.rows.append((source, starts[0] + n, destination, starts[1] + n))
+        received = self.sizes.swapaxes(0, 1)
+        # Of each rank: input_offsets, send_sizes, output_offsets, recv_sizes.
+        arrays = by_source[0], self.sizes, by_source[1], received
+        self.arguments = [tuple(array[rank].reshape(-1).astype(dtype) for array in arrays) for rank in range(num_ranks)]
+
+    @staticmethod
+    def _lay_out(generator, sizes):
+        """The first row of each slice, in any order and with gaps, and the rows of all."""
+        firsts, end = numpy.zeros(sizes.shape, int), 1
+        for place in generator.permutation(sizes.size):
+            firsts.flat[place] = end
+            end += sizes.flat[place] + generator.integers(0, 2)
+        return firsts, end
+
+    def move(self, operands, outputs):
+        moved = [output.copy() for output in outputs]
+        for source, row, destination, place in self.rows:
+            moved[destination][place] = operands[source][row]
+        return moved
+
+    def move_back(self, operands, outputs):
+        """The other direction: operands have the rows of outputs."""
+        moved = [output.copy() for output in outputs]
+        for source, row, destination, place in self.rows:
+            moved[source][row] = operands[destination][place]
+        return moved
