@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """epx: expert-parallel exchange for Mixture-of-Experts layers.
 
-A Group has the operations of the C API on numpy arrays (prepare, dispatch, combine, the backwards, and the rank-major calls);
-epx.moe has the MoE block, epx.jax the operations for JAX and epx.torch those for PyTorch. docs/python.md begins with ten lines
-for each.
+A Group has the operations of the C API on numpy arrays (prepare, dispatch, combine, the backwards, the rank-major calls, and
+ragged_all_to_all); epx.moe has the MoE block, epx.jax the operations for JAX and epx.torch those for PyTorch. docs/python.md
+begins with ten lines for each.
 """
 
 from . import bootstrap

@@ -41,6 +41,12 @@ struct FormatAttributes {
   float amax_floor;
 };
 
+// Those of the ragged all-to-all, which has no layer.
+struct SliceAttributes {
+  int64_t group;
+  bool transposed;
+};
+
 } // namespace
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(DispatchAttributes, ffi::StructMember<int64_t>("group"),
@@ -59,6 +65,9 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(FormatAttributes, ffi::StructMember<int64_
                                       ffi::StructMember<int64_t>("top_k"), ffi::StructMember<int64_t>("alignment"),
                                       ffi::StructMember<int64_t>("scaling"), ffi::StructMember<int64_t>("dtype"),
                                       ffi::StructMember<int64_t>("scale_layout"), ffi::StructMember<float>("amax_floor"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(SliceAttributes, ffi::StructMember<int64_t>("group"),
+                                      ffi::StructMember<bool>("transposed"));
 
 namespace {
 
@@ -231,28 +240,34 @@ private:
   epx_row_format format_;
 };
 
-// Makes the call. On CPU devices the stream is NULL.
-template <typename Attributes, typename Args>
-ffi::Error call(epx_status (*function)(epx_group, const Args*), const Attributes& attributes, void* stream,
-                const ffi::AnyBuffer& handle_mem, Args args) {
-  const int64_t top_k = attributes.top_k, alignment = attributes.alignment;
-  const GroupUse use(attributes.group);
+// Makes a call of any kind. On CPU devices the stream is NULL.
+template <typename Args>
+ffi::Error call_group(epx_status (*function)(epx_group, const Args*), int64_t group, void* stream, Args args) {
+  const GroupUse use(group);
   if (use.get() == nullptr) return {ffi::ErrorCode::kFailedPrecondition, "epx: the group of this call has been destroyed"};
   if ((stream == nullptr) != use.is_on_host())
     return {ffi::ErrorCode::kInvalidArgument, std::string("epx: the group has transport ") +
                                                   (use.is_on_host() ? "host" : "nccl") + ", and this call is on a " +
                                                   (stream == nullptr ? "CPU" : "CUDA") + " device"};
-  if (!std::in_range<int32_t>(top_k) || !std::in_range<int32_t>(alignment))
-    return {ffi::ErrorCode::kInvalidArgument, "epx: top_k is " + std::to_string(top_k) + " and alignment is " +
-                                                  std::to_string(alignment) + "; each must fit in 32 bits"};
   args.struct_size = sizeof(Args);
-  args.layer.top_k = static_cast<int32_t>(top_k);
-  args.layer.alignment = static_cast<int32_t>(alignment);
-  args.handle_mem_bytes = handle_mem.size_bytes();
   args.stream = stream;
   const epx_status status = function(use.get(), &args);
   if (status == EPX_SUCCESS) return ffi::Error::Success();
   return {code_of(status), std::string("epx: ") + epx_status_string(status) + ": " + epx_last_error()};
+}
+
+// Makes a call of a layer.
+template <typename Attributes, typename Args>
+ffi::Error call(epx_status (*function)(epx_group, const Args*), const Attributes& attributes, void* stream,
+                const ffi::AnyBuffer& handle_mem, Args args) {
+  const int64_t top_k = attributes.top_k, alignment = attributes.alignment;
+  if (!std::in_range<int32_t>(top_k) || !std::in_range<int32_t>(alignment))
+    return {ffi::ErrorCode::kInvalidArgument, "epx: top_k is " + std::to_string(top_k) + " and alignment is " +
+                                                  std::to_string(alignment) + "; each must fit in 32 bits"};
+  args.layer.top_k = static_cast<int32_t>(top_k);
+  args.layer.alignment = static_cast<int32_t>(alignment);
+  args.handle_mem_bytes = handle_mem.size_bytes();
+  return call_group(function, attributes.group, stream, args);
 }
 
 // Optional: slot behind info, which is [5, 2] uint32: the words of int64, which JAX does not have unless it is told to.
@@ -422,6 +437,45 @@ ffi::Error dispatch_rank_major_bwd(void* stream, ffi::AnyBuffer, ffi::AnyBuffer,
   return call(epx_dispatch_rank_major_bwd, attributes, stream, handle_mem, args);
 }
 
+// Rows as bytes, [N, bytes of a row], so that any dtype of whole bytes will do, and any number of dimensions.
+epx_tensor rows_as_bytes(const ffi::AnyBuffer& rows) {
+  const auto sizes = rows.dimensions();
+  int64_t row_bytes = static_cast<int64_t>(ffi::ByteWidth(rows.element_type()));
+  for (size_t i = 1; i < sizes.size(); ++i)
+    row_bytes *= sizes[i];
+  return epx_tensor_2d(rows.untyped_data(), EPX_UINT8, sizes.front(), row_bytes);
+}
+
+// The result lies in the place of `output`, which XLA has copied there where somebody else still reads it.
+ffi::Error ragged_all_to_all(void* stream, ffi::AnyBuffer, ffi::AnyBuffer operand, ffi::AnyBuffer output,
+                             ffi::AnyBuffer input_offsets, ffi::AnyBuffer send_sizes, ffi::AnyBuffer output_offsets,
+                             ffi::AnyBuffer recv_sizes, ffi::Result<ffi::AnyBuffer>, ffi::Result<ffi::AnyBuffer> result,
+                             SliceAttributes attributes) {
+  if (result->size_bytes() > 0 && result->untyped_data() != output.untyped_data())
+    return {ffi::ErrorCode::kInternal, "epx: XLA gave ragged_all_to_all a result that does not lie in the place of output"};
+  const epx_tensor rows = rows_as_bytes(operand), received = rows_as_bytes(*result);
+  const epx_tensor first_sent = tensor_of(input_offsets), sent = tensor_of(send_sizes);
+  const epx_tensor first_received = tensor_of(output_offsets), expected = tensor_of(recv_sizes);
+  epx_ragged_all_to_all_args args{};
+  args.operand = &rows;
+  args.output = &received;
+  args.input_offsets = &first_sent;
+  args.send_sizes = &sent;
+  args.output_offsets = &first_received;
+  args.recv_sizes = &expected;
+  args.direction = attributes.transposed ? EPX_SLICES_TRANSPOSED : EPX_SLICES_FORWARD;
+  return call_group(epx_ragged_all_to_all, attributes.group, stream, args);
+}
+
+ffi::Error ragged_all_to_all_bwd(void* stream, ffi::AnyBuffer token, ffi::AnyBuffer, ffi::AnyBuffer operand,
+                                 ffi::AnyBuffer output, ffi::AnyBuffer input_offsets, ffi::AnyBuffer send_sizes,
+                                 ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
+                                 ffi::Result<ffi::AnyBuffer> next_token, ffi::Result<ffi::AnyBuffer> result,
+                                 SliceAttributes attributes) {
+  return ragged_all_to_all(stream, token, operand, output, input_offsets, send_sizes, output_offsets, recv_sizes,
+                           next_token, result, attributes);
+}
+
 // Makes no call: XLA keeps it, and with it all that its token depends on.
 ffi::Error hold(void*, ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>) {
   return ffi::Error::Success();
@@ -483,4 +537,6 @@ EPX_HANDLERS(dispatch_rank_major)
 EPX_HANDLERS(combine_rank_major)
 EPX_HANDLERS(combine_rank_major_bwd)
 EPX_HANDLERS(dispatch_rank_major_bwd)
+EPX_HANDLERS(ragged_all_to_all)
+EPX_HANDLERS(ragged_all_to_all_bwd)
 EPX_HANDLERS(hold)

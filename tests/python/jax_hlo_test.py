@@ -102,6 +102,22 @@ class Order(unittest.TestCase):
         gradient = jax.grad(lambda x: self.stack(epx.jax.checkpoint(layer), x, 3))
         self.assertEqual(self.calls(gradient, self.tokens), 2 * forward + 2 * (["prepare_dispatch"] + BACKWARD))
 
+    def test_ragged_all_to_all(self):
+        """The backward makes a call for each of operand and output that is differentiated, which zeros are not."""
+
+        def layer(tokens, scale, token):
+            slices = [jnp.array([each], jnp.int32) for each in (1, 3, 0, 3)]
+            rows, token = epx.jax.ragged_all_to_all(self.group, tokens, jnp.zeros((6, HIDDEN)), *slices, token)
+            return epx.jax.ragged_all_to_all(self.group, jnp.tanh(rows * scale), tokens, *slices, token, transposed=True)
+
+        for loops in (None, 3):
+            for wrap, again in ((lambda layer: layer, []), (epx.jax.checkpoint, ["ragged_all_to_all"])):
+                gradient = jax.grad(lambda x, loops=loops, wrap=wrap: self.stack(wrap(layer), x, loops))
+                self.assertEqual(
+                    self.calls(gradient, self.tokens),
+                    4 * ["ragged_all_to_all"] + 2 * (again + 3 * ["ragged_all_to_all_bwd"]),
+                )
+
     def test_checkpoint(self):
         for loops in (None, 3):
             gradient = jax.grad(lambda tokens, loops=loops: self.stack(epx.jax.checkpoint(self.layer), tokens, loops))

@@ -20,6 +20,7 @@ import weakref
 
 import jax_ranks
 import ranks
+from jax_ragged import Ragged, RaggedShardMap  # noqa: F401  (which are run here)
 from jax_ranks import HIDDEN, ON_GPU, RANK, RANKS, TRANSPORT, Data, config, float32, make_group, moe_layer, rank_major_layer
 from reference import Exchange, RankMajorExchange, numeric_gradient
 

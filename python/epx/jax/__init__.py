@@ -20,11 +20,12 @@ moves.
         return epx.jax.finish(jnp.mean(out**2), token)
 """
 
-from . import _operations, _programs, _rank_major
+from . import _operations, _programs, _ragged, _rank_major
 from ._groups import make_group
 from ._operations import *
 from ._programs import *
+from ._ragged import *
 from ._rank_major import *
 
 __all__ = ["make_group"]
-__all__ += _operations.__all__ + _programs.__all__ + _rank_major.__all__
+__all__ += _operations.__all__ + _programs.__all__ + _ragged.__all__ + _rank_major.__all__

@@ -7,7 +7,7 @@ from .._values import refuse
 from ._ffi import call, number_of
 from ._rows import is_symbolic_zero, require_array
 
-_INDEX_DTYPES = (jnp.int32, jnp.int64)
+INDEX_DTYPES = (jnp.int32, jnp.int64)
 
 
 def call_group(operation, group, layer, operands, results, **attributes):
@@ -63,7 +63,7 @@ def require_token(token):
 
 
 def require_topk_idx(group, topk_idx):
-    require_array("topk_idx", topk_idx, (None, None), _INDEX_DTYPES)
+    require_array("topk_idx", topk_idx, (None, None), INDEX_DTYPES)
     if topk_idx.shape[0] > group.max_tokens_per_rank:
         refuse(f"topk_idx has {topk_idx.shape[0]} tokens; the group's max_tokens_per_rank is {group.max_tokens_per_rank}")
     return topk_idx.shape

@@ -25,7 +25,7 @@ _library.epx_ffi_register.argtypes = [ctypes.c_void_p]
 _library.epx_ffi_retire.restype = ctypes.c_int32
 _library.epx_ffi_retire.argtypes = [ctypes.c_int64]
 
-for _operation in (*CALLS, "hold"):
+for _operation in (*CALLS, "ragged_all_to_all", "ragged_all_to_all_bwd", "hold"):
     for _platform in ("cpu", "CUDA"):
         _handler = getattr(_library, f"epx_ffi_{_operation}_{_platform.lower()}")
         jax.ffi.register_ffi_target(f"epx_{_operation}", jax.ffi.pycapsule(_handler), platform=_platform)
@@ -67,9 +67,10 @@ def _run(*operands, **parameters):
         return _compiled(tuple(sorted(parameters.items())))(*operands)
 
 
-def _lower(context, *operands, operation, results, has_side_effect, **attributes):
+def _lower(context, *operands, operation, results, has_side_effect, aliases, **attributes):
     del results
-    rule = jax.ffi.ffi_lowering(f"epx_{operation}", has_side_effect=has_side_effect, operand_output_aliases={0: 0})
+    aliases = {0: 0, **dict(aliases)}
+    rule = jax.ffi.ffi_lowering(f"epx_{operation}", has_side_effect=has_side_effect, operand_output_aliases=aliases)
     return rule(context, *operands, **attributes)
 
 
@@ -90,13 +91,15 @@ ad.primitive_jvps[_primitive] = _refuse_jvp
 batching.primitive_batchers[_primitive] = _refuse_vmap
 
 
-def call(operation, operands, results, has_side_effect=False, **attributes):
+def call(operation, operands, results, has_side_effect=False, aliases=(), **attributes):
     """A custom call to a handler. The first operand is a token, which becomes the first result, a list of arrays. `results` are
-    jax.ShapeDtypeStruct. XLA keeps a call with a side effect even if nobody uses its results."""
+    jax.ShapeDtypeStruct. XLA keeps a call with a side effect even if nobody uses its results. aliases: pairs of another operand
+    and the result that is written in its place, and begins with what the operand has."""
     return _primitive.bind(
         *operands,
         operation=operation,
         results=(jax.typeof(operands[0]), *results),
         has_side_effect=has_side_effect,
+        aliases=aliases,
         **attributes,
     )

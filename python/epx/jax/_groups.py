@@ -55,9 +55,14 @@ def axis_of(group):
     return _axes.get(group)
 
 
-def require_usable(group):
-    """Refuses what is no epx.Group, and calls from the wrong place: a child of fork(), several devices, a mesh that does not have the group, unequal
-    shards of experts."""
+def require_one_node(group, calls):
+    if group.ranks_per_node != group.num_ranks:
+        refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; {calls} need a group of one node")
+
+
+def require_usable(group, by_expert=True):
+    """Refuses what is no epx.Group, and calls from the wrong place: a child of fork(), several devices, a mesh that does not
+    have the group, and, for calls by expert, unequal shards of experts."""
     require_kind("group", group, Group)
     group.require_process()
     _require_one_device()
@@ -73,5 +78,5 @@ def require_usable(group):
         refuse(f"{group!r} lies along mesh axis {axis!r}, which is not among the axes of this shard_map: {manual}")
     if sizes[axis] != group.num_ranks:
         refuse(f"{group!r} lies along mesh axis {axis!r}, which has {sizes[axis]} devices in this shard_map")
-    if group.num_experts % group.num_ranks:
+    if by_expert and group.num_experts % group.num_ranks:
         refuse(f"shard_map has arrays of one shape, so {group.num_ranks} ranks must divide {group.num_experts} experts")

@@ -8,7 +8,7 @@ from .._formats import on_wire, require_room_for_combine_bwd
 from .._structs import CombinePrecision, RowSpacing
 from .._values import boolean, count, refuse
 from ._calls import call_group, holds_token_mask, require_cotangent_of_token, require_token, require_topk_idx, values_of
-from ._groups import require_usable
+from ._groups import require_one_node, require_usable
 from ._plans import RankMajorPlan, group_of, reference_to
 from ._rows import Rows, attributes_of_format, instantiate, require_rows, struct, where_in_use
 
@@ -47,8 +47,7 @@ def dispatch_rank_major(
     """
     require_usable(group)
     require_token(token)
-    if group.ranks_per_node != group.num_ranks:
-        refuse(f"{group!r} has {group.num_ranks // group.ranks_per_node} nodes; rank-major calls need a group of one node")
+    require_one_node(group, "rank-major calls")
     num_tokens, top_k = require_topk_idx(group, topk_idx)
     group.require_layer(top_k)
     max_rows = group.max_tokens_per_rank if max_rows is None else count("max_rows", max_rows)

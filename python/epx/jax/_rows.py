@@ -36,13 +36,13 @@ def instantiate(cotangent):
     return jnp.zeros(cotangent.shape, cotangent.dtype)
 
 
-def _require_is_array(name, array):
+def require_is_array(name, array):
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         refuse_kind(name, array, jax.Array)
 
 
 def require_array(name, array, shape, dtypes):
-    _require_is_array(name, array)
+    require_is_array(name, array)
     require_shape(name, array.shape, shape)
     dtypes = [jnp.dtype(dtype) for dtype in dtypes]
     if jnp.dtype(array.dtype) not in dtypes:
@@ -115,7 +115,7 @@ class Rows:
         if topk_weights is not None:
             require_array("topk_weights", topk_weights, (num_tokens, top_k), (jnp.float32,))
         if sidecar is not None:
-            _require_is_array("sidecar", sidecar)
+            require_is_array("sidecar", sidecar)
             bits = jax.dtypes.itemsize_bits(sidecar.dtype)
             require_sidecar(sidecar.shape, sidecar.dtype, bits, num_tokens, group.max_sidecar_bytes)
         weights = struct(lead if len(lead) == 1 else (*lead, top_k), jnp.float32) if self._has_weights else None
