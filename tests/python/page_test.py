@@ -16,7 +16,8 @@ import numpy
 import epx
 
 with open(sys.argv[1], encoding="utf-8") as page:
-    numpy_program, fp8_program, jax_program = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)[:3]
+    programs = re.findall(r"```python\n(.*?)```", page.read(), flags=re.DOTALL)
+    numpy_program, fp8_program, jax_program, ragged_program = programs[:4]
 
 with open(sys.argv[2], encoding="utf-8") as readme:
     assert f"```python\n{numpy_program}```" in readme.read()
@@ -52,5 +53,17 @@ arguments = jnp.ones((2, 32)), jnp.array([[0, 5], [3, -1]]), jnp.ones((2, 2))
 value, grad = jax.jit(jax.value_and_grad(loss))(*arguments)
 numpy.testing.assert_allclose(value, 3 * 32 * numpy.tanh(1), rtol=1e-5)
 numpy.testing.assert_allclose(grad, [[2 / numpy.cosh(1) ** 2] * 32, [1 / numpy.cosh(1) ** 2] * 32], rtol=1e-5)
+
+exec(ragged_program, names)
+tokens = jnp.asarray(generator.standard_normal((5, 32), numpy.float32))
+on_ranks = jax.shard_map(
+    lambda *arguments: epx.jax.finish(*names["on_ranks"](*arguments, epx.jax.first_token())),
+    mesh=mesh,
+    in_specs=(spec, spec),
+    out_specs=spec,
+    check_vma=False,
+)
+out = jax.jit(on_ranks)(tokens, jnp.zeros(5, int))
+numpy.testing.assert_allclose(out, numpy.tanh(tokens), rtol=1e-5)
 names["group"].check()
 names["group"].destroy()
