@@ -58,11 +58,18 @@ std::string place_name(const Place& place) {
   return place.is_cuda ? "cuda:" + std::to_string(place.device_index) : "cpu";
 }
 
-void refuse_place(const char* name, const Tensor& tensor, const Place& place) {
+void require_place(const char* name, const Tensor& tensor, const Place& place) {
+  if (place.is_cuda ? tensor.is_cuda() && tensor.get_device_index() == place.device_index : tensor.is_cpu()) return;
   std::string is = "another kind of device";
   if (tensor.is_cpu()) is = "cpu";
   if (tensor.is_cuda()) is = "cuda:" + std::to_string(tensor.get_device_index());
   refuse(name, " is on ", is, "; the tensors of this group are on ", place_name(place));
+}
+
+void require_contiguous(const char* name, const Tensor& tensor) {
+  if (!tensor.is_contiguous())
+    refuse(name, " has strides ", in_brackets(tensor.strides()), " at shape ", in_brackets(tensor.sizes()),
+           ": it must be contiguous in row-major order");
 }
 
 // PyTorch counts bytes of float4_e2m1fn_x2, and the C API elements, of which a byte has two.
@@ -96,8 +103,7 @@ Tensor make_tensor(int32_t device_type, int32_t device_index, std::span<const in
 
 epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
                 std::initializer_list<ScalarType> dtypes) {
-  if (place.is_cuda ? !tensor.is_cuda() || tensor.get_device_index() != place.device_index : !tensor.is_cpu())
-    refuse_place(name, tensor, place);
+  require_place(name, tensor, place);
   const ScalarType type = tensor.scalar_type();
   const Dtype* const dtype = find_dtype(type);
   if (std::ranges::find(dtypes, type) == dtypes.end())
@@ -107,10 +113,19 @@ epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std:
                     std::equal(shape.begin(), shape.end(), sizes.begin(),
                                [](int64_t wanted, int64_t is) { return wanted == kAnySize || wanted == is; });
   if (!fits) refuse(name, " has shape ", in_brackets(sizes), "; it must be ", in_brackets(shape));
-  if (!tensor.is_contiguous())
-    refuse(name, " has strides ", in_brackets(tensor.strides()), " at shape ", in_brackets(sizes),
-           ": it must be contiguous in row-major order");
+  require_contiguous(name, tensor);
   return make_view(tensor.data_ptr(), dtype->code, {sizes.data(), sizes.size()});
+}
+
+epx_tensor view_as_bytes(const char* name, const Tensor& rows, const Place& place) {
+  require_place(name, rows, place);
+  require_contiguous(name, rows);
+  const auto sizes = rows.sizes();
+  if (sizes.empty()) refuse(name, " has shape []; it must have at least one dimension, that of its rows");
+  auto row_bytes = static_cast<int64_t>(rows.element_size());
+  for (size_t dim = 1; dim < sizes.size(); ++dim)
+    row_bytes *= sizes[dim];
+  return epx_tensor_2d(rows.data_ptr(), EPX_UINT8, sizes[0], row_bytes);
 }
 
 ScalarType scalar_type(const char* name, epx_dtype dtype) {

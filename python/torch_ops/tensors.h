@@ -25,6 +25,9 @@ inline constexpr int64_t kAnySize = -1;
 epx_tensor view(const char* name, const Tensor& tensor, const Place& place, std::initializer_list<int64_t> shape,
                 std::initializer_list<ScalarType> dtypes);
 
+// A view of a contiguous tensor [N, ...] of any dtype in the group's memory as [N, bytes of a row].
+epx_tensor view_as_bytes(const char* name, const Tensor& rows, const Place& place);
+
 // PyTorch's dtype. Refuses one that it does not have.
 ScalarType scalar_type(const char* name, epx_dtype dtype);
 

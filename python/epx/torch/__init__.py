@@ -9,11 +9,12 @@ Calls are collective: all ranks of a group make the same ones in the same order,
 effect, so that they stay in the order of the program on every rank.
 """
 
-from . import _group, _layer, _means, _ops, _rank_major
+from . import _group, _layer, _means, _ops, _ragged, _rank_major
 from ._group import *
 from ._layer import *
 from ._means import *
 from ._ops import *
+from ._ragged import *
 from ._rank_major import *
 
 # What is public, each module says beside it.
@@ -22,4 +23,5 @@ __all__ += _group.__all__
 __all__ += _layer.__all__
 __all__ += _means.__all__
 __all__ += _ops.__all__
+__all__ += _ragged.__all__
 __all__ += _rank_major.__all__

@@ -67,5 +67,5 @@ def keep_in_order(name):
 
 _DISPATCHES = "dispatch", "prepare_dispatch", "dispatch_rank_major"
 _VARIANTS = [f"{name}_{variant}" for name in _DISPATCHES for variant in ("sidecar", "format")]
-for _name in (*CALLS, *_VARIANTS, "block_fwd", "block_bwd", "block_fwd_fp8", "block_bwd_fp8"):
+for _name in (*CALLS, *_VARIANTS, "ragged_all_to_all", "block_fwd", "block_bwd", "block_fwd_fp8", "block_bwd_fp8"):
     keep_in_order(_name)
