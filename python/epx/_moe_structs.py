@@ -34,6 +34,14 @@ class Weighting(enum.IntEnum):
     EARLY = 1
 
 
+class Path(enum.IntEnum):
+    """How rows come to their experts and back (epx_moe_path)."""
+
+    DISPATCH = 0
+    RING = 1
+    RAGGED = 2
+
+
 class Recipe(enum.IntEnum):
     """Which of the experts' products multiply FLOAT8_E4M3 (epx_moe_recipe)."""
 
@@ -118,7 +126,7 @@ class BlockConfig(ctypes.Structure):
         ("recompute", c_int32),
         ("dispatch_format", POINTER(RowFormat)),
         ("recipe", c_int32),
-        ("reserved0", c_int32),
+        ("path", c_int32),
         ("reserved", c_int64 * 4),
     ]
 
@@ -198,7 +206,13 @@ STRUCTS = [
     BlockFwdArgs,
     BlockBwdArgs,
 ]
-ENUMS = [("EPX_MOE_", Score), ("EPX_MOE_", Activation), ("EPX_MOE_WEIGHT_", Weighting), ("EPX_MOE_RECIPE_", Recipe)]
+ENUMS = [
+    ("EPX_MOE_", Score),
+    ("EPX_MOE_", Activation),
+    ("EPX_MOE_WEIGHT_", Weighting),
+    ("EPX_MOE_PATH_", Path),
+    ("EPX_MOE_RECIPE_", Recipe),
+]
 
 BLOCK = c_void_p
 ARENA = c_void_p
