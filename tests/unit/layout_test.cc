@@ -17,6 +17,7 @@
 #include "runtime/layout/multi_node_handle.h"
 #include "runtime/layout/planner.h"
 #include "runtime/layout/rank_major.h"
+#include "runtime/layout/slices.h"
 #include "runtime/layout/slots.h"
 #include "runtime/layout/window_layout.h"
 #include "runtime/stages/stages.h"
@@ -110,9 +111,11 @@ TEST_CASE("regions of the window are aligned, apart, and add up") {
                                       layout.waiting,
                                       layout.call_descriptors,
                                       layout.complete,
+                                      layout.slice_flags,
                                       layout.board,
                                       layout.counts,
                                       layout.gathered_routes,
+                                      layout.slice_records,
                                       layout.ll_slot_records,
                                       layout.first_slots,
                                       layout.scatter_rows,
@@ -147,13 +150,37 @@ TEST_CASE("what kernels alone use takes no bytes where the host accesses windows
   const epx::GroupShape shape = epx::resolve(small_config(), 5);
   const epx::WindowLayout host = epx::make_window_layout(shape, epx::WindowAccess::by_host);
   for (const epx::Region& region :
-       {host.gathered_routes, host.first_slots, host.scatter_token_weights, host.scatter_ready_flags,
+       {host.slice_flags, host.gathered_routes, host.first_slots, host.scatter_token_weights, host.scatter_ready_flags,
         host.gather_ready_flags, host.ll_scatter_rows, host.ll_scatter_weights, host.ll_rank_major_routes,
         host.ll_gather_rows, host.ll_gather_weights})
     CHECK(region.bytes == 0);
   CHECK(host.call_descriptors.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
   CHECK(host.counts.bytes == 512);                                                      // 2 * 5 * 10 * 4, rounded up
   CHECK(host.total_bytes < epx::make_window_layout(shape, epx::WindowAccess::by_kernels).total_bytes);
+}
+
+TEST_CASE("records of slices: a place for each, apart by half, peer and field, within their region") {
+  for (const int num_ranks : {1, 3, 4, 64}) {
+    const epx::GroupShape shape = epx::resolve(small_config(), num_ranks);
+    for (const epx::WindowAccess access : {epx::WindowAccess::by_host, epx::WindowAccess::by_kernels}) {
+      const epx::WindowLayout layout = epx::make_window_layout(shape, access);
+      const bool is_host = access == epx::WindowAccess::by_host;
+      const int64_t bytes = is_host ? sizeof(int32_t) : sizeof(epx::LlPacket8), of_pair = EPX_MAX_SLICES / num_ranks;
+      int64_t end = layout.slice_records.offset;
+      for (int half = 0; half < (is_host ? 1 : 2); ++half) {
+        for (int peer = 0; peer < num_ranks; ++peer) {
+          for (const auto field : {epx::SliceField::size, epx::SliceField::input_offset, epx::SliceField::output_offset,
+                                   epx::SliceField::recv_size}) {
+            const int64_t first = epx::slice_record_offset(layout, num_ranks, peer, field, 0, bytes, half);
+            CHECK(first >= end);
+            end = epx::slice_record_offset(layout, num_ranks, peer, field, of_pair - 1, bytes, half) + bytes;
+            CHECK(end - first == of_pair * bytes);
+          }
+        }
+      }
+      CHECK(end <= layout.slice_records.offset + layout.slice_records.bytes);
+    }
+  }
 }
 
 TEST_CASE("the bytes of rows, as far as an int64 counts them") {
