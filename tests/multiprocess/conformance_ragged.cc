@@ -172,6 +172,8 @@ TEST_CASE("ragged: outputs in memory that peers reach, in that of the rank alone
     for (const int first : {0, 1})
       for (const SliceProblem& problem : problems)
         run(group, problem, EPX_INT32, (group.rank() + first) % 2 == 0 ? Placement::in_place : Placement::plain, local);
+    for (int i = 0; i < 8; ++i) // of single bytes, at odd offsets too
+      run(group, problems[static_cast<size_t>(i) % 2], EPX_INT32, Placement::in_place, local);
   });
 }
 
@@ -382,7 +384,7 @@ TEST_CASE("ragged: one bad slice is reported by its two ranks alone") {
 TEST_CASE("ragged: while some rank is always late, memory that peers reach is used again at once") {
   Rng rng(320);
   Problems problems;
-  for (const int per_peer : {1, 3})
+  for (const int per_peer : {2, 3})
     add_both_ways(problems, random_slices(per_peer, 8, rng), {EPX_FLOAT32, {50}, 200}, rng);
   in_group(321, [&](GroupRun& group, Rng& local) {
     for (int i = 0; i < 16; ++i) {
