@@ -272,7 +272,8 @@ private:
     __syncthreads();
   }
 
-  // Warps of the grid copy the tiles of the slices between this rank and `peer`: from `from` on, to `to` on.
+  // Warps of the grid copy the tiles of the slices between this rank and `peer`. `first_warp` is another one for each of them; few
+  // tiles of several peers go to different warps.
   template <typename CopyPart>
   __device__ void copy_tiles(const MovingSlice* slices, int peer, const SliceImage& image, int64_t first_warp,
                              const CopyPart& copy_part) const {
@@ -306,7 +307,7 @@ private:
     for (int step = 0; step < num_ranks; ++step) { // warps begin with different peers
       const int peer = static_cast<int>((call_.rank() + 1 + step + warp) % num_ranks);
       std::byte* const base = base_for(peer, round);
-      copy_tiles(sent(), peer, image_for(peer, round), warp + step,
+      copy_tiles(sent(), peer, image_for(peer, round), warp + peer,
                  [&](int64_t from, int64_t to, int bytes) { copy_tile(base + to, params_.call.operand + from, bytes); });
     }
     signal_round(call_.state().slice_blocks_stored[round % 2], Flags::stored, round);
