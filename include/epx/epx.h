@@ -1098,15 +1098,17 @@ typedef struct epx_ragged_all_to_all_args {
  * of output that nothing lands on keep what they have.
  *
  * Slices may overlap where they are read: all ranks may send every peer the same rows, which is an all-gather. Where they
- * overlap in an output, either may be what is left. An all-to-all of equal parts has K = P.
+ * overlap in an output, either may be what is left. So a transposed call does not add up what comes back of rows that several
+ * slices have read. An all-to-all of equal parts has K = P.
  *
- * N and M are any numbers below 2^31, which may differ between ranks. Rows may be longer than the group's. Where output lies
+ * N and M are any numbers below 2^31, which may differ between ranks. A row has 1 to 2^31 - 1 bytes; rows may be longer than
+ * the group's. K is at least P. Where output lies
  * in memory from epx_mem_alloc or epx_mem_register, rows land in it. Otherwise they pass through the group's staging, in as
  * many rounds as that takes.
  *
  * A slice moves whole, or not at all. It does not move where its size is negative, where send_sizes and recv_sizes disagree
- * on it, or where it leaves operand or output. Both its ranks then report EPX_EVENT_BAD_SLICE. A slice of no rows is never
- * wrong. The integers are read on the device: no call waits on the host, and a graph replays with what they are then.
+ * on it, or where it leaves operand or output. Both its ranks then report EPX_EVENT_BAD_SLICE; of a slice to itself a rank
+ * counts one. Offsets of a slice of no rows may be anything. The integers are read on the device: no call waits on the host, and a graph replays with what they are then.
  *
  * Collective, with the conventions and errors of the other operations. Ranks disagree on K, the bytes of a row or the
  * direction: MISMATCH, sticky. UNSUPPORTED: a group of several nodes; on GPUs an output outside memory of the group that

@@ -270,8 +270,9 @@ struct WindowLayout {
   // By source rank: CallDescriptor [P]; kernels: LlCallDescriptor [2, P], by parity of the call.
   Region call_descriptors;
   Region complete; // Flag [P], by source rank: last call whose data from that rank has all been stored here
-  Region
-      slice_flags; // Epoch [2, P, kMaxSliceRounds], by peer: rounds that it has stored here, and has copied there; kernels only
+  // ragged_all_to_all. Epoch [2, P, kMaxSliceRounds], by peer: rounds that it has stored here, and has copied there. Host
+  // transport: Flag [P], by source rank: the call and its last step.
+  Region slice_flags;
   // kExchangeRecordBytes [P], by source rank; dispatch_rank_major: RankMajorCounts; kernels: LlPacket16 [2], by parity.
   Region board;
   // Prepare.
@@ -366,7 +367,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   append(layout.call_descriptors, has_kernels ? 2 * ranks : ranks,
          has_kernels ? sizeof(LlCallDescriptor) : sizeof(CallDescriptor));
   append(layout.complete, ranks, sizeof(Flag));
-  append_for_kernels(layout.slice_flags, 2 * ranks * kMaxSliceRounds, sizeof(Epoch));
+  append(layout.slice_flags, has_kernels ? 2 * ranks * kMaxSliceRounds : ranks, has_kernels ? sizeof(Epoch) : sizeof(Flag));
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));
   append_for_kernels(layout.gathered_routes, 2 * ranks * layout.gathered_routes_per_rank, sizeof(LlPacket8));

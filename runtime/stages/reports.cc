@@ -135,9 +135,7 @@ Event bad_slices_event(CallName call, const BadSlices& bad, int rank, int64_t sl
   const std::string name = first.is_own ? fmt::format("slice {}, which goes to rank {},", first.slice, peer)
                                         : fmt::format("slice {} of rank {}, which goes to this rank,",
                                                       rank * slices_per_rank + first.slice % slices_per_rank, peer);
-  const auto size = [](int32_t told) {
-    return told < 0 ? std::string("a number that is no number of rows") : fmt::format("{} rows", told);
-  };
+  const auto size = [](int32_t told) { return told < 0 ? std::string("no number of rows") : fmt::format("{} rows", told); };
   std::string why;
   switch (first.fault) {
   case SliceFault::leaves_author:
@@ -145,10 +143,10 @@ Event bad_slices_event(CallName call, const BadSlices& bad, int rank, int64_t sl
                        : "leaves that rank's tensor";
     break;
   case SliceFault::leaves_peer:
-    why = fmt::format("leaves the tensor of {}: {} from row {} on",
+    why = fmt::format("leaves the tensor of {}: it has {}, and {}",
                       first.is_own ? fmt::format("rank {}", peer) : std::string("this rank"), size(record.size),
-                      record.output_offset == kNoOffset ? std::string("that no tensor has")
-                                                        : std::to_string(record.output_offset));
+                      record.output_offset == kNoOffset ? std::string("its entry of output_offsets is no row")
+                                                        : fmt::format("begins at row {}", record.output_offset));
     break;
   default:
     why = fmt::format("has {} in send_sizes and {} in recv_sizes of {}", size(record.size), size(record.recv_size),

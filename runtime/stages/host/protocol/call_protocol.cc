@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -20,6 +21,7 @@ namespace epx::host {
 namespace {
 
 static_assert(sizeof(ExchangeRecord) <= kExchangeRecordBytes);
+constexpr int kStepBits = 32; // of a step within a call
 static_assert(std::atomic_ref<uint64_t>::is_always_lock_free);
 
 void store_release(uint64_t& word, uint64_t value) {
@@ -79,26 +81,48 @@ uint64_t CallProtocol::progress_signaled(int owner, int peer, epx_phase phase) c
   return load_acquire(window_.at<Flag>(owner, offset_of(layout.complete, peer, sizeof(Flag)))->value);
 }
 
+void CallProtocol::meet(uint64_t step) {
+  const uint64_t target = sequence_ << kStepBits | step;
+  const auto flag_of = [&](int owner, int peer) -> uint64_t& {
+    return window_.at<Flag>(owner, offset_of(context_.layout.slice_flags, peer, sizeof(Flag)))->value;
+  };
+  for (int peer = 0; peer < window_.num_ranks; ++peer)
+    store_release(flag_of(peer, window_.rank), target);
+  // A peer that has met all others here may be at the next step already.
+  wait_for_peers(EPX_PHASE_COMPLETE, target, target + 1,
+                 [&](int peer) { return load_acquire(flag_of(window_.rank, peer)); });
+}
+
 void CallProtocol::wait_for_peers(epx_phase phase) {
+  // A peer cannot go further before this rank has come to the same point.
+  wait_for_peers(phase, sequence_, sequence_, [&](int peer) { return progress_signaled(window_.rank, peer, phase); });
+}
+
+template <typename ProgressOf>
+void CallProtocol::wait_for_peers(epx_phase phase, uint64_t target, uint64_t most, const ProgressOf& progress_of) {
   SuspensionAwareDeadline deadline{std::chrono::milliseconds(context_.timeout_ms)};
   uint64_t& waiting = window_.local<Flag>(context_.layout.waiting.offset)->value;
   bool signaled = false;
   for (int peer = 0; peer < window_.num_ranks; ++peer) {
     Backoff backoff;
     uint64_t progress = 0;
-    while ((progress = progress_signaled(window_.rank, peer, phase)) < sequence_) {
+    while ((progress = progress_of(peer)) < target) {
       require_not_aborted();
       if (backoff.is_long()) {
         store_release(waiting, pack(Waiting{sequence_, phase, peer}));
         signaled = true;
         if (is_interrupted())
           fail_as_aborted(abort_all(AbortRecord{EPX_ERROR_ABORTED, operation_, window_.rank, sequence_, phase}));
-        if (deadline.passed()) time_out(phase, deadline.suspended());
+        if (deadline.passed()) {
+          std::vector<int> missing; // throws unless the peers came at the last moment
+          for (int other = 0; other < window_.num_ranks; ++other)
+            if (progress_of(other) < target) missing.push_back(other);
+          time_out(phase, deadline.suspended(), std::move(missing));
+        }
       }
       backoff.pause();
     }
-    // A peer cannot go further before this rank has come to the same point.
-    if (progress > sequence_)
+    if (progress > most)
       fail_as_damaged(fmt::format("rank {} seems to have reached phase {} of call {}", peer, name_of(phase), progress));
   }
   if (signaled) store_release(waiting, 0);
@@ -143,14 +167,13 @@ int CallProtocol::find_culprit(int missing) const {
   return culprit;
 }
 
-void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended) {
+void CallProtocol::time_out(epx_phase phase, std::chrono::milliseconds suspended, std::vector<int> missing) {
   require_not_aborted(); // a peer that gave up first has named the culprit
   TimeOut timeout{};
   timeout.phase = phase;
   timeout.suspended_ms = suspended.count();
-  for (int peer = 0; peer < window_.num_ranks; ++peer)
-    if (progress_signaled(window_.rank, peer, phase) < sequence_) timeout.missing.push_back(peer);
-  if (timeout.missing.empty()) return; // the peers came at the last moment
+  timeout.missing = std::move(missing);
+  if (timeout.missing.empty()) return;
   std::optional<Verdict> decided;
   if (control_ != nullptr) decided = control_->report_timeout(timeout.missing.front(), operation_, sequence_);
   timeout.culprit = decided ? decided->culprit : find_culprit(timeout.missing.front());

@@ -5,6 +5,7 @@
 //   arrive     is the entry barrier: it stores this rank's call descriptor into every rank's window, waits for those of all
 //              ranks, and checks that their agreed fields are equal
 //   ...        ranks store into each other's windows
+//   meet       is a barrier inside a call that moves rows in several rounds (ragged_all_to_all)
 //   complete   is the exit barrier: it signals every peer that this rank's data is in place, and waits for the signals of all
 //              peers
 //
@@ -48,7 +49,8 @@ public:
   // Returns a rank's descriptor of this call. It is valid after arrive.
   const CallDescriptor& descriptor_of(int rank) const { return descriptors_[static_cast<size_t>(rank)]; }
 
-  // Throws TIMEOUT, ABORTED or INTERNAL (sticky).
+  // Throws TIMEOUT, ABORTED or INTERNAL (sticky), as complete does. `step` grows from 1 within a call.
+  void meet(uint64_t step);
   void complete();
 
   CallName name() const { return {operation_, sequence_}; }
@@ -65,12 +67,15 @@ public:
   void end(const Verdict& verdict);
 
 private:
+  // Waits until progress_of(peer) is at least `target` for every peer, none of which can be further than `most`.
+  template <typename ProgressOf>
+  void wait_for_peers(epx_phase phase, uint64_t target, uint64_t most, const ProgressOf& progress_of);
   void wait_for_peers(epx_phase phase);
   uint64_t progress_signaled(int owner, int peer, epx_phase phase) const;
   void require_not_aborted();
   void require_sound_descriptors();
   void require_agreed_fields();
-  void time_out(epx_phase phase, std::chrono::milliseconds suspended); // throws unless the peers came after all
+  void time_out(epx_phase phase, std::chrono::milliseconds suspended, std::vector<int> missing);
   int find_culprit(int missing) const;
   AbortRecord abort_all(const AbortRecord& abort_record);
   [[noreturn]] void fail_as_aborted(const AbortRecord& abort_record);

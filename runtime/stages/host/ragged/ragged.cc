@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ragged_all_to_all on the host. Ranks store what they know of their slices in each other's windows, then the rows: into the
-// output where they can reach it, else into the receiver's staging, from where the receiver copies them. What takes more
-// rounds is made as so many calls of the protocol.
+// output where they can reach it, else into the receiver's staging, from where the receiver copies them. Between the rounds
+// that this takes they meet twice: when all rows of a round are stored, and when they have been copied.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -34,13 +34,13 @@ public:
     decide();
     move_own();
     for (int64_t round = 0; round < num_rounds_; ++round) {
-      if (round > 0) {
-        group_.protocol.begin(EPX_OP_RAGGED_ALL_TO_ALL);
-        group_.protocol.arrive(descriptor);
-      }
       send(round);
-      group_.protocol.complete();
+      if (round + 1 == num_rounds_)
+        group_.protocol.complete();
+      else
+        group_.protocol.meet(static_cast<uint64_t>(2 * round + 1));
       receive(round);
+      if (round + 1 < num_rounds_) group_.protocol.meet(static_cast<uint64_t>(2 * round + 2));
     }
   }
 
@@ -78,7 +78,7 @@ private:
       std::byte* const output = registered_address(group_, rank, {descriptor.rows_allocation, descriptor.rows_offset},
                                                    descriptor.recv_rows, call_.row_bytes);
       group_.scratch.rows_base[static_cast<size_t>(rank)] = output;
-      if (output == nullptr)
+      if (output == nullptr && ranks_ > 1)
         num_rounds_ = std::max(num_rounds_, slice_rounds(descriptor.recv_rows * call_.row_bytes, image_bytes_));
     }
   }
