@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A checkpoint is one file, the same for every number of ranks and every exchange, so that any of them can resume it. It has
+// A checkpoint is one file, the same for every number of ranks and every path, so that any of them can resume it. It has
 // a line of JSON (format, step, model, text, tensors), then for each tensor its values and AdamW's two moments, float32 in the
 // machine's byte order, then a line with the checksum of all that: "crc32c 0123abcd".
 #pragma once

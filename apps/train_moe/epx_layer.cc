@@ -18,6 +18,12 @@ epx_dtype as_epx(Dtype dtype) {
   return dtype == Dtype::bf16 ? EPX_BFLOAT16 : EPX_FLOAT32;
 }
 
+epx_moe_path as_epx(Path path) {
+  if (path == Path::ring) return EPX_MOE_PATH_RING;
+  if (path == Path::ragged) return EPX_MOE_PATH_RAGGED;
+  return EPX_MOE_PATH_DISPATCH; // of both, too
+}
+
 // Gives the block the model's float32 numbers in the block's dtype: for float32 their own memory, for bfloat16 a copy.
 class Converted {
 public:
@@ -100,6 +106,8 @@ public:
     config.ffn.hidden_dim = model_.hidden;
     config.ffn.ffn_dim = model_.ffn;
     config.dtype = dtype_;
+    config.path = as_epx(options.path);
+    if (config.path != EPX_MOE_PATH_DISPATCH) config.weighting = EPX_MOE_WEIGHT_EARLY; // the block refuses the other
     if (const epx::RowFormat format = epx::row_format(options.dispatch_format)) config.dispatch_format = format.get();
     if (is_fp8_) {
       config.recipe = options.recipe;

@@ -34,10 +34,10 @@ Job::Job(const World& world, const Options& options) : world_(world), options_(o
     require_memory(world, options, *device_);
     if (world.rank() == 0 && !options.checkpoint_file.empty()) require_writable(options.checkpoint_file);
   });
-  const std::vector<Exchange> exchanges =
-      options.exchange == Exchange::both ? std::vector{Exchange::epx, Exchange::alltoallv} : std::vector{options.exchange};
-  for (const Exchange exchange : exchanges)
-    trainers_.push_back(std::make_unique<Trainer>(world, *device_, options, text_, exchange));
+  const std::vector<Path> paths =
+      options.path == Path::both ? std::vector{Path::dispatch, Path::native} : std::vector{options.path};
+  for (const Path path : paths)
+    trainers_.push_back(std::make_unique<Trainer>(world, *device_, options, text_, path));
   seconds_.resize(trainers_.size());
   if (!options.resume_file.empty()) resume();
   // Files of an earlier run are overwritten only now that nothing can be refused any more.
@@ -73,7 +73,7 @@ void Job::finish() {
   const double entropy = text_.unigram_entropy();
   json times;
   for (size_t i = 0; i < trainers_.size(); ++i)
-    times[name_of(trainers_[i]->exchange())] = 1e3 * median(seconds_[i]);
+    times[name_of(trainers_[i]->path())] = 1e3 * median(seconds_[i]);
   write_line(log_.get(), {{"held_out_loss", held_out},
                           {"unigram_entropy", entropy},
                           {"ratio", held_out / entropy},
@@ -112,7 +112,7 @@ StepResult Job::train_step(int64_t step) {
     if (other.loss != first.loss)
       throw AgreedError(kExitFailure,
                         fmt::format("step {}: the loss is {} with {} and {} with {}; they must be equal", step, first.loss,
-                                    name_of(trainers_[0]->exchange()), other.loss, name_of(trainers_[i]->exchange())));
+                                    name_of(trainers_[0]->path()), other.loss, name_of(trainers_[i]->path())));
   }
   return first;
 }
@@ -125,13 +125,13 @@ void Job::write_format_errors() {
   write_line(log_.get(), {{"format_errors", errors}});
 }
 
-// Returns the time per step of each exchange as a table.
+// Returns the time per step of each path as a table.
 void Job::print_times() const {
-  fmt::print(stderr, "{:<12}{:>12}{:>12}{:>12}   ms per step of the slowest rank, {} steps\n", "exchange", "median", "min",
+  fmt::print(stderr, "{:<12}{:>12}{:>12}{:>12}   ms per step of the slowest rank, {} steps\n", "path", "median", "min",
              "max", seconds_[0].size());
   for (size_t i = 0; i < trainers_.size(); ++i) {
     const auto [least, most] = std::minmax_element(seconds_[i].begin(), seconds_[i].end());
-    fmt::print(stderr, "{:<12}{:>12.2f}{:>12.2f}{:>12.2f}\n", name_of(trainers_[i]->exchange()), 1e3 * median(seconds_[i]),
+    fmt::print(stderr, "{:<12}{:>12.2f}{:>12.2f}{:>12.2f}\n", name_of(trainers_[i]->path()), 1e3 * median(seconds_[i]),
                1e3 * *least, 1e3 * *most);
   }
 }

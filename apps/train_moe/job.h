@@ -38,7 +38,7 @@ private:
   const Options& options_;
   Text text_;
   std::unique_ptr<Device> device_;                 // outlives the trainers
-  std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per exchange side by side
+  std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per path side by side
   std::vector<std::vector<double>> seconds_;       // by trainer, of its steps
   int64_t done_ = 0;                               // steps before this run's first
   std::unique_ptr<LineWriter> log_;                // only on rank 0

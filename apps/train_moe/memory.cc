@@ -41,11 +41,11 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
 
 void require_memory(const World& world, const Options& options, const Device& device) {
   const ModelOptions& model = options.model;
-  const bool is_dense = options.exchange == Exchange::dense;
+  const bool is_replicated = options.path == Path::replicated;
   const Ownership mine = ownership(model.experts, world.rank(), world.size());
-  const Need need =
-      need_of(model, Chunks(model.batch, world.rank(), world.size()), is_dense ? model.experts : mine.count, is_dense);
-  const double models = options.exchange == Exchange::both ? 2 : 1;
+  const Need need = need_of(model, Chunks(model.batch, world.rank(), world.size()),
+                            is_replicated ? model.experts : mine.count, is_replicated);
+  const double models = options.path == Path::both ? 2 : 1;
   const double available = device.available_memory();
   if (models * need.all() <= available) return;
   fail(kExitUsage,
@@ -54,7 +54,7 @@ void require_memory(const World& world, const Options& options, const Device& de
        "{:.0f} for activations{}; {} can have {:.0f}",
        model.hidden, model.ffn, model.experts, model.layers, model.embedding, model.context, model.batch,
        models * need.all(), world.rank(), need.parameters, need.chunk_gradients, need.activations,
-       models > 1 ? ", for each of two exchanges" : "", device.is_host() ? "a process" : "a process on its GPU", available);
+       models > 1 ? ", for each of two paths" : "", device.is_host() ? "a process" : "a process on its GPU", available);
 }
 
 } // namespace train

@@ -26,8 +26,8 @@ class MoeLayer {
 public:
   virtual ~MoeLayer() = default;
 
-  // Computes tokens[T, H], logits[T, E] -> out[T, H], in memory of the layer's device. It is collective, unless the layer is
-  // dense.
+  // Computes tokens[T, H], logits[T, E] -> out[T, H], in memory of the layer's device. It is collective, unless experts are
+  // replicated.
   virtual void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) = 0;
 
   // Computes the gradients of the last forward, whose tokens and logits must be unchanged. Gradients of sharded experts become
@@ -73,7 +73,7 @@ std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& worl
                                          Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
-std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,
-                                           Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_replicated_layer(const World& world, const ModelOptions& model, double aux_loss,
+                                                Parameters& parameters, Experts experts);
 
 } // namespace train

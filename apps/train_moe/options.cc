@@ -16,8 +16,9 @@
 namespace train {
 namespace {
 
-const std::map<std::string, Exchange> kExchanges{
-    {"epx", Exchange::epx}, {"alltoallv", Exchange::alltoallv}, {"both", Exchange::both}};
+const std::map<std::string, Path> kPaths{{"dispatch", Path::dispatch}, {"ring", Path::ring},
+                                         {"ragged", Path::ragged},     {"native", Path::native},
+                                         {"both", Path::both},         {"replicated", Path::replicated}};
 
 const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
 const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
@@ -61,25 +62,20 @@ uint64_t parse_seed(const std::string& text) {
 
 } // namespace
 
-const char* name_of(Exchange exchange) {
-  switch (exchange) {
-  case Exchange::epx:
-    return "epx";
-  case Exchange::alltoallv:
-    return "alltoallv";
-  case Exchange::dense:
-    return "dense";
-  case Exchange::both:
-    return "both";
-  }
+const char* name_of(Path path) {
+  for (const auto& [name, value] : kPaths)
+    if (value == path) return name.c_str();
   return "unknown";
+}
+
+bool is_of_block(Path path) {
+  return path == Path::dispatch || path == Path::ring || path == Path::ragged;
 }
 
 std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
-  bool dense = false;
-  std::string exchange_name = "epx", device_name = "host", dtype_name = "fp32", format_name = "none", recipe_name = "wide",
+  std::string path_name = "dispatch", device_name = "host", dtype_name = "fp32", format_name = "none", recipe_name = "wide",
               seed = std::to_string(model.seed);
   const std::map<std::string, epx::NamedFormat> formats = formats_by_name();
   const std::map<std::string, epx_moe_recipe> recipes = recipes_by_name();
@@ -109,13 +105,13 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--lr", options.learning_rate, "AdamW's learning rate, after 10 steps of warm-up")->capture_default_str();
   app.add_option("--weight-decay", options.weight_decay, "of matrices")->capture_default_str();
   app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
-  auto* exchange =
-      app.add_option("--exchange", exchange_name,
-                     "how tokens reach their experts: epx, alltoallv (MPI_Alltoallv of permuted rows), or both side "
-                     "by side, with the time per step of each");
-  exchange->check(CLI::IsMember({"epx", "alltoallv", "both"}))->capture_default_str();
-  app.add_flag("--dense", dense, "no exchange: each rank computes all experts")->excludes(exchange);
-  app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with --exchange epx)")
+  app.add_option("--path", path_name,
+                 "how tokens reach their experts: dispatch, ring, ragged (the paths of epx's block), native "
+                 "(MPI_Alltoallv of permuted rows), both (dispatch and native side by side, with the time per step of "
+                 "each), replicated (not at all: each rank computes all experts)")
+      ->check(CLI::IsMember(&kPaths))
+      ->capture_default_str();
+  app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with a path of epx)")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
   const CLI::Option* const dtype =
@@ -125,19 +121,19 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
           ->check(CLI::IsMember({"fp32", "bf16"}))
           ->capture_default_str();
   app.add_option("--dispatch-format", format_name,
-                 "row format in which tokens travel to their experts, with --exchange epx; none: in --dtype "
+                 "row format in which tokens travel to their experts, with --path dispatch; none: in --dtype "
                  "(docs/row-formats.md)")
       ->check(CLI::IsMember(&formats))
       ->capture_default_str();
   app.add_option(
          "--recipe", recipe_name,
-         "which products of the experts are in FP8, with --exchange epx: wide (none), fp8_activations (forward and the "
+         "which products of the experts are in FP8, with --path dispatch: wide (none), fp8_activations (forward and the "
          "gradients of rows), fp8 (those of weights too); --hidden and --ffn are then multiples of 128")
       ->check(CLI::IsMember(&recipes))
       ->capture_default_str();
   const CLI::Option* const capacity =
       app.add_option("--capacity-factor", options.capacity_factor,
-                     "rows that a rank has room for, over batch / ranks * top-k, with --exchange epx; without it, or with "
+                     "rows that a rank has room for, over batch / ranks * top-k, with --path dispatch; without it, or with "
                      "the number of ranks: any routing");
   const CLI::Option* const on_overflow =
       app.add_option("--on-overflow", options.on_overflow,
@@ -176,7 +172,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
     if (!std::isfinite(value) || value < 0)
       fail(kExitUsage, "{} is {}; it must be a number that is not negative", name, value);
   model.seed = parse_seed(seed);
-  options.exchange = dense ? Exchange::dense : kExchanges.at(exchange_name);
+  options.path = kPaths.at(path_name);
   options.device = kDevices.at(device_name);
   options.recipe = recipes.at(recipe_name);
   const bool is_fp8 = options.recipe != EPX_MOE_RECIPE_WIDE;
@@ -184,17 +180,16 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   if (is_fp8 && hidden->count() == 0) model.hidden = kFp8Block;
   options.dtype = kDtypes.at(dtype_name);
   options.dispatch_format = formats.at(format_name);
-  if (options.device == DeviceKind::cuda && options.exchange != Exchange::epx)
-    fail(kExitUsage, "{} is for --device host; --device cuda computes with --exchange epx only",
-         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.device == DeviceKind::cuda && !is_of_block(options.path))
+    fail(kExitUsage, "--path {} is for --device host; --device cuda computes with --path dispatch, ring or ragged",
+         path_name);
   if (options.device == DeviceKind::host && options.dtype != Dtype::fp32)
     fail(kExitUsage, "--dtype {} is for --device cuda; --device host computes in fp32 only", dtype_name);
-  if (options.exchange != Exchange::epx && options.dispatch_format != epx::NamedFormat::None)
-    fail(kExitUsage, "--dispatch-format {} is for --exchange epx; with {} rows travel in float32", format_name,
-         dense ? "--dense" : "--exchange " + exchange_name);
-  if (is_fp8 && options.exchange != Exchange::epx)
-    fail(kExitUsage, "--recipe {} is for --exchange epx; {} is given", recipe_name,
-         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.path != Path::dispatch && options.dispatch_format != epx::NamedFormat::None)
+    fail(kExitUsage, "--dispatch-format {} is for --path dispatch; with --path {} rows travel as they are", format_name,
+         path_name);
+  if (is_fp8 && options.path != Path::dispatch)
+    fail(kExitUsage, "--recipe {} is for --path dispatch; --path {} is given", recipe_name, path_name);
   if (is_fp8 && options.dispatch_format != epx::NamedFormat::None)
     fail(kExitUsage, "--dispatch-format {} is given; with --recipe {} tokens travel as fp8-block128", format_name,
          recipe_name);
@@ -205,14 +200,12 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
       fail(kExitUsage, "{} is {}; with --recipe {} it must be a multiple of {}", name, size, recipe_name, kFp8Block);
   if (capacity->count() > 0 && (!std::isfinite(options.capacity_factor) || options.capacity_factor <= 0))
     fail(kExitUsage, "--capacity-factor is {}; it must be a positive number", options.capacity_factor);
-  if (capacity->count() > 0 && options.exchange != Exchange::epx)
-    fail(kExitUsage, "--capacity-factor is for --exchange epx; {} is given",
-         dense ? "--dense" : "--exchange " + exchange_name);
+  if (capacity->count() > 0 && options.path != Path::dispatch)
+    fail(kExitUsage, "--capacity-factor is for --path dispatch; --path {} is given", path_name);
   if (on_overflow->count() > 0 && capacity->count() == 0)
     fail(kExitUsage, "--on-overflow is given without --capacity-factor; there is room for any routing");
-  if (options.exchange != Exchange::epx && options.measures_format_errors)
-    fail(kExitUsage, "--format-errors is for --exchange epx; {} is given",
-         dense ? "--dense" : "--exchange " + exchange_name);
+  if (options.path != Path::dispatch && options.measures_format_errors)
+    fail(kExitUsage, "--format-errors is for --path dispatch; --path {} is given", path_name);
   if ((options.measures_format_errors || options.dispatch_format == epx::NamedFormat::Fp4Nv) && model.hidden % 2 != 0)
     fail(kExitUsage, "--hidden is {}; with {} it must be even, since a byte has two elements of fp4-nv", model.hidden,
          options.measures_format_errors ? "--format-errors" : "--dispatch-format " + format_name);
@@ -220,8 +213,8 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
     fail(kExitUsage, "--top-k is {}; it must not exceed --experts, {}", model.top_k, model.experts);
   if (options.checkpoint_every > 0 && options.checkpoint_file.empty())
     fail(kExitUsage, "--checkpoint-every {} is given without --checkpoint FILE", options.checkpoint_every);
-  if (options.exchange == Exchange::both && !(options.checkpoint_file + options.routing_file).empty())
-    fail(kExitUsage, "--exchange both trains two models; --checkpoint and --record-routing are for one");
+  if (options.path == Path::both && !(options.checkpoint_file + options.routing_file).empty())
+    fail(kExitUsage, "--path both trains two models; --checkpoint and --record-routing are for one");
   return options;
 }
 

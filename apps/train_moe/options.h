@@ -11,14 +11,18 @@
 
 namespace train {
 
-enum class Exchange {
-  epx,       // an epx_moe_block on a group: dispatch and combine
-  alltoallv, // the native baseline: counts, then MPI_Alltoallv of permuted rows
-  dense,     // no exchange: each rank computes all experts on its tokens
-  both       // epx and alltoallv side by side, step by step
+// How tokens reach their experts.
+enum class Path {
+  dispatch,   // an epx_moe_block on a group, on its path of this name
+  ring,       // likewise
+  ragged,     // likewise
+  native,     // the baseline without epx: counts, then MPI_Alltoallv of permuted rows
+  replicated, // not at all: each rank computes all experts on its tokens
+  both        // dispatch and native side by side, step by step
 };
 
-const char* name_of(Exchange exchange);
+const char* name_of(Path path);
+bool is_of_block(Path path); // whether an epx_moe_block has it
 
 enum class DeviceKind { host, cuda };
 
@@ -52,7 +56,7 @@ struct Options {
   double learning_rate = 4e-3;
   double weight_decay = 0.1;
   double aux_loss = 0.01;
-  Exchange exchange = Exchange::epx;
+  Path path = Path::dispatch;
   DeviceKind device = DeviceKind::host;
   Dtype dtype = Dtype::fp32;
   epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts

@@ -26,23 +26,23 @@ struct RouterReport {
 
 } // namespace
 
-Trainer::Trainer(const World& world, Device& device, const Options& options, const Text& text, Exchange exchange)
-    : world_(world), device_(device), options_(options), text_(text), exchange_(exchange), parameters_(device),
+Trainer::Trainer(const World& world, Device& device, const Options& options, const Text& text, Path path)
+    : world_(world), device_(device), options_(options), text_(text), path_(path), parameters_(device),
       model_(device, options.model, parameters_, ownership(options.model.experts, world.rank(), world.size()),
-             exchange == Exchange::dense),
+             path == Path::replicated),
       chunk_grads_(device, parameters_) {
   parameters_.initialise(options.model.seed);
-  if (exchange == Exchange::epx) {
+  if (is_of_block(path)) {
     group_ = make_group(world, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
     model_.set_layers(make_epx_layers(group_));
     return;
   }
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts()) {
-    if (exchange == Exchange::alltoallv)
+    if (path == Path::native)
       layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
     else
-      layers.push_back(make_dense_layer(world, options.model, options.aux_loss, parameters_, experts));
+      layers.push_back(make_replicated_layer(world, options.model, options.aux_loss, parameters_, experts));
   }
   model_.set_layers(std::move(layers));
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A Trainer trains one model: it has the parameters, the layers on one kind of exchange, and the optimiser.
+// A Trainer trains one model: it has the parameters, the layers on one path, and the optimiser.
 #pragma once
 
 #include <memory>
@@ -33,17 +33,17 @@ struct StepResult {
 
 class Trainer {
 public:
-  // Collective. `exchange` is not both. The device must outlive the trainer.
-  Trainer(const World& world, Device& device, const Options& options, const Text& text, Exchange exchange);
+  // Collective. `path` is not both. The device must outlive the trainer.
+  Trainer(const World& world, Device& device, const Options& options, const Text& text, Path path);
 
-  Exchange exchange() const { return exchange_; }
+  Path path() const { return path_; }
   Parameters& parameters() { return parameters_; }
   const Model& model() const { return model_; }
 
   // Steps count from 1. Collective. Throws AgreedError when router logits are no longer numbers.
   StepResult step(int64_t step);
 
-  // Returns the error of each row format on the tokens of each layer in the last forward. The exchange is epx. Collective.
+  // Returns the error of each row format on the tokens of each layer in the last forward. The path is dispatch. Collective.
   std::vector<std::vector<FormatError>> format_errors();
 
   // Returns the loss in nats per byte over the held-out part. Collective.
@@ -64,7 +64,7 @@ private:
   Device& device_;
   const Options& options_;
   const Text& text_;
-  Exchange exchange_;
+  Path path_;
   Parameters parameters_;
   epx::Group group_;      // empty when no layer is one of epx; outlives the blocks in model_
   epx::Group full_group_; // with room for any routing, once a step needed it

@@ -21,7 +21,7 @@ logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 run_training one 1 "$@"
 run_training four 4 "$@"
-run_training dense 1 --dense
+run_training replicated 1 --path replicated
 /usr/bin/python3 docs/loss_curve/loss_curve.py --output docs/loss-curve.svg \
-  "epx, 1 rank${*:+ }$*=$logs/one.jsonl" "epx, 4 ranks${*:+ }$*=$logs/four.jsonl" "without exchange, 1 rank=$logs/dense.jsonl"
+  "epx, 1 rank${*:+ }$*=$logs/one.jsonl" "epx, 4 ranks${*:+ }$*=$logs/four.jsonl" "without exchange, 1 rank=$logs/replicated.jsonl"
 say "docs/loss-curve.svg is drawn"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The curve does not depend on the number of ranks or on the exchange, and it falls."""
+"""The curve does not depend on the number of ranks or on the path, and it falls."""
 import collections
 import concurrent.futures
 import functools
@@ -21,7 +21,7 @@ class LongRuns(TrainTest):
     def setUpClass(cls):
         """The slowest two, of one rank each, share the time."""
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            for run in [pool.submit(cls.long_run, 1), pool.submit(cls.short_run, 1, "--dense")]:
+            for run in [pool.submit(cls.long_run, 1), pool.submit(cls.short_run, 1, "--path", "replicated")]:
                 run.result()
 
     @classmethod
@@ -47,26 +47,26 @@ class LongRuns(TrainTest):
                 self.assert_same_curve(run, run_on(1))
                 self.assertEqual(run.final["ranks"], num_ranks)
 
-    def test_dense_agrees(self):
-        dense = self.short_run(1, "--dense")
-        self.assert_same_curve(self.short_run(3, "--dense"), dense)
-        deviation = self.assert_close(self.short_run(1), dense)
-        self.report(f"differs from dense by at most {deviation:.1e} of the loss")
+    def test_replicated_agrees(self):
+        replicated = self.short_run(1, "--path", "replicated")
+        self.assert_same_curve(self.short_run(3, "--path", "replicated"), replicated)
+        deviation = self.assert_close(self.short_run(1), replicated)
+        self.report(f"differs from replicated by at most {deviation:.1e} of the loss")
 
-    def test_alltoallv_agrees_to_the_bit(self):
+    def test_native_agrees_to_the_bit(self):
         for num_ranks in (2, 4):
             with self.subTest(num_ranks=num_ranks):
-                self.assert_same_curve(self.short_run(num_ranks, "--exchange", "alltoallv"), self.short_run(1))
+                self.assert_same_curve(self.short_run(num_ranks, "--path", "native"), self.short_run(1))
 
     def test_both_side_by_side(self):
-        run = self.train(2, "--steps", 30, "--exchange", "both")
+        run = self.train(2, "--steps", 30, "--path", "both")
         self.assertEqual(run.step_lines, self.long_run(1).step_lines[:30])
         times = run.final["median_ms_per_step"]
-        self.assertEqual(list(times), ["epx", "alltoallv"])
+        self.assertEqual(list(times), ["dispatch", "native"])
         self.assertGreater(min(times.values()), 0)
         first_words = [line.split()[0] for line in run.stderr.splitlines() if line.strip()]
-        table = first_words[first_words.index("exchange"):]
-        self.assertEqual(table[1:3], ["epx", "alltoallv"])
+        table = first_words[first_words.index("path"):]
+        self.assertEqual(table[1:3], ["dispatch", "native"])
         self.report(f"median ms per step on 2 ranks: {times}")
 
     def test_it_learns(self):
@@ -88,14 +88,14 @@ class LongRuns(TrainTest):
 
 
 class Shapes(TrainTest):
-    """Few steps of other models: ranks agree to the bit, and with dense nearly."""
+    """Few steps of other models: ranks agree to the bit, and with replicated experts nearly."""
 
     def check(self, num_ranks, *args, batch=256):
         args = ["--steps", 10, "--batch", batch, *args]
         one = self.train(1, *args)
         self.assert_same_curve(self.train(num_ranks, *args), one)
-        deviation = self.assert_close(one, self.train(1, "--dense", *args))
-        self.report(f"differs from dense by at most {deviation:.1e} of the loss")
+        deviation = self.assert_close(one, self.train(1, "--path", "replicated", *args))
+        self.report(f"differs from replicated by at most {deviation:.1e} of the loss")
         return one
 
     def test_one_expert_per_token(self):

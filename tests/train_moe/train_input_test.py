@@ -42,8 +42,9 @@ class CommandLine(TrainTest):
         self.assertNotEqual(largest.losses, self.train(1, "--steps", 1, "--batch", 32).losses)
 
     def test_the_last_of_a_repeated_option_counts(self):
-        run = self.train(1, "--steps", 9, "--batch", 64, "--seed", 5, "--dense", "--steps", 2, "--seed=1", "--dense")
-        self.assertEqual(run.step_lines, self.train(1, "--steps", 2, "--batch", 64, "--dense").step_lines)
+        run = self.train(1, "--steps", 9, "--batch", 64, "--seed", 5, "--path", "ring", "--steps", 2, "--seed=1",
+                         "--path", "replicated")
+        self.assertEqual(run.step_lines, self.train(1, "--steps", 2, "--batch", 64, "--path", "replicated").step_lines)
         self.refuse("--hidden", 32, "--hidden", 0, words=["--hidden", "Value 0"])
 
     def test_models_that_memory_cannot_hold(self):
@@ -62,26 +63,25 @@ class CommandLine(TrainTest):
         self.assertEqual(run.stdout, "")
 
     def test_options_that_need_or_exclude_others(self):
-        self.refuse("--device", "cuda", "--dense", words=["--dense", "--device cuda", "--exchange epx"])
-        for exchange in ("alltoallv", "both"):
-            self.refuse("--device", "cuda", "--exchange", exchange, words=[f"--exchange {exchange}", "--device cuda"])
+        for path in ("replicated", "native", "both"):
+            self.refuse("--device", "cuda", "--path", path, words=[f"--path {path}", "--device cuda", "--path dispatch"])
         self.refuse("--dtype", "bf16", words=["--dtype bf16", "--device host"])
-        for word in (("--dense",), ("--exchange", "alltoallv"), ("--exchange", "both")):
-            self.refuse("--dispatch-format", "fp8-mx", *word, words=["--dispatch-format fp8-mx", " ".join(word)])
-            self.refuse("--format-errors", *word, words=["--format-errors", " ".join(word)])
+        for path in ("ring", "ragged", "native", "replicated", "both"):
+            self.refuse("--dispatch-format", "fp8-mx", "--path", path, words=["--dispatch-format fp8-mx", f"--path {path}"])
+            self.refuse("--format-errors", "--path", path, words=["--format-errors", f"--path {path}"])
+            self.refuse("--recipe", "fp8", "--path", path, words=["--recipe fp8", f"--path {path}"])
+            self.refuse("--capacity-factor", 2, "--path", path, words=["--capacity-factor", f"--path {path}"])
         self.refuse("--dispatch-format", "fp4-nv", "--hidden", 33, words=["--dispatch-format fp4-nv", 33, "even"])
         self.refuse("--format-errors", "--hidden", 33, words=["--format-errors", 33, "even"])
-        self.refuse("--recipe", "fp8", "--dense", words=["--recipe fp8", "--exchange epx", "--dense"])
         self.refuse("--recipe", "fp8", "--dispatch-format", "fp8-mx", words=["--dispatch-format fp8-mx", "--recipe fp8"])
         self.refuse("--recipe", "fp8", "--device", "cuda", "--dtype", "fp32", words=["--dtype is fp32", "bf16"])
         self.refuse("--recipe", "fp8_activations", "--hidden", 64, words=["--hidden is 64", "fp8_activations", 128])
         self.refuse("--recipe", "fp8", "--ffn", 100, words=["--ffn is 100", 128])
         self.refuse("--checkpoint-every", 3, words=["--checkpoint-every", 3, "--checkpoint"])
-        self.refuse("--dense", "--exchange", "epx", words=["--dense", "--exchange"])
-        self.refuse("--exchange", "both", "--checkpoint", self.directory / "file", words=["--exchange both", "--checkpoint"])
+        self.refuse("--path", "both", "--checkpoint", self.directory / "file", words=["--path both", "--checkpoint"])
 
     def test_unknown_words(self):
-        self.refuse("--exchange", "nonsense", words=["--exchange", "nonsense", "epx", "alltoallv", "both"])
+        self.refuse("--path", "nonsense", words=["--path", "nonsense", *train_runs.PATHS])
         self.refuse("--device", "tpu", words=["--device", "tpu", "host", "cuda"])
         self.refuse("--dispatch-format", "fp8", words=["--dispatch-format", "fp8", "none", *train_runs.FORMATS])
         self.refuse("--recipe", "bf8", words=["--recipe", "bf8", "wide", *train_runs.FP8_RECIPES])
@@ -151,7 +151,7 @@ class Texts(TrainTest):
 class Divergence(TrainTest):
     def test_logits_that_are_not_numbers(self):
         """All ranks find out and end, though the exchange of the step never takes place."""
-        for args in ([], ["--exchange", "alltoallv"], ["--dense"]):
+        for args in ([], ["--path", "native"], ["--path", "replicated"]):
             with self.subTest(args=args):
                 run = self.launch(3, "--steps", 50, "--lr", 1e30, *args, timeout=30)
                 self.assert_refused(run, "step 2", "layer 0", "rank 0", "256 tokens", "--lr", status=FAILURE)
@@ -229,12 +229,12 @@ class RoutingRecord(TrainTest):
                 self.check_lines(three, 3, batch)
                 self.assertEqual(self.whole_batches(three), self.whole_batches(one))
 
-    def test_any_exchange(self):
+    def test_any_path(self):
         epx, _ = self.record(2, 192)
-        alltoallv, _ = self.record(2, 192, "--exchange", "alltoallv")
-        self.assertEqual(alltoallv, epx)
-        dense, _ = self.record(2, 192, "--dense")
-        self.check_lines(dense, 2, 192)
+        native, _ = self.record(2, 192, "--path", "native")
+        self.assertEqual(native, epx)
+        replicated, _ = self.record(2, 192, "--path", "replicated")
+        self.check_lines(replicated, 2, 192)
 
     def test_load_follows_from_it(self):
         """The busiest expert's routes over the mean."""

@@ -49,7 +49,7 @@ class Overflow(TrainTest):
     def test_bad_options(self):
         for args, words in ((("--capacity-factor", 0), ("--capacity-factor is 0",)),
                             (("--capacity-factor", "inf"), ("--capacity-factor is inf",)),
-                            (("--capacity-factor", 2, "--exchange", "both"), ("--capacity-factor", "--exchange both")),
+                            (("--capacity-factor", 2, "--path", "both"), ("--capacity-factor", "--path both")),
                             (("--on-overflow", "drop"), ("--on-overflow", "without --capacity-factor")),
                             (("--on-overflow", "maybe", "--capacity-factor", 2), ("--on-overflow", "maybe"))):
             with self.subTest(args):

@@ -43,20 +43,20 @@ class Resume(Checkpoints):
                 self.assertEqual(resumed.final["held_out_loss"], whole.final["held_out_loss"])
                 self.assertEqual((self.directory / "resumed").read_bytes(), (self.directory / "whole").read_bytes())
 
-    def test_with_another_exchange(self):
+    def test_on_another_path(self):
         half = self.save(3, HALF)
         resume = ["--steps", STEPS, "--resume", half]
         epx = self.train(1, *resume)
-        self.assert_same_curve(self.train(2, *resume, "--exchange", "alltoallv"), epx)
-        deviation = self.assert_close(self.train(2, *resume, "--dense"), epx)
-        both = self.train(2, *resume, "--exchange", "both")
+        self.assert_same_curve(self.train(2, *resume, "--path", "native"), epx)
+        deviation = self.assert_close(self.train(2, *resume, "--path", "replicated"), epx)
+        both = self.train(2, *resume, "--path", "both")
         self.assertEqual(both.step_lines, epx.step_lines)
-        self.report(f"differs from dense by at most {deviation:.1e} of the loss")
+        self.report(f"differs from replicated by at most {deviation:.1e} of the loss")
 
-    def test_from_dense(self):
-        half = self.save(2, HALF, "--dense")
-        dense = self.train(1, "--steps", STEPS, "--resume", half, "--dense")
-        self.assert_close(self.train(3, "--steps", STEPS, "--resume", half), dense)
+    def test_from_replicated(self):
+        half = self.save(2, HALF, "--path", "replicated")
+        replicated = self.train(1, "--steps", STEPS, "--resume", half, "--path", "replicated")
+        self.assert_close(self.train(3, "--steps", STEPS, "--resume", half), replicated)
 
 
 class Save(Checkpoints):
@@ -82,7 +82,7 @@ class Save(Checkpoints):
 
     def test_survives_a_full_disk(self):
         """A limit on the size of files stands in for it: a quarter of what the checkpoint takes."""
-        large = ["--ffn", 1024, "--batch", 64, "--dense"]
+        large = ["--ffn", 1024, "--batch", 64, "--path", "replicated"]
         file = self.save(1, 1, *large)
         before = file.read_bytes()
         limited = ["bash", "-c", f"trap '' XFSZ; ulimit -f {len(before) // 4096}; exec \"$@\"", "bash"]
@@ -170,7 +170,8 @@ class Save(Checkpoints):
         thread = threading.Thread(target=disturb)
         thread.start()
         try:
-            run = self.launch(1, "--steps", 1_000_000, "--batch", 32, "--dense", "--checkpoint", file, "--checkpoint-every", 1)
+            run = self.launch(1, "--steps", 1_000_000, "--batch", 32, "--path", "replicated", "--checkpoint", file,
+                              "--checkpoint-every", 1)
         finally:
             is_over.set()
             thread.join()

@@ -7,9 +7,9 @@
 namespace train {
 namespace {
 
-class DenseLayer final : public MoeLayer {
+class ReplicatedLayer final : public MoeLayer {
 public:
-  DenseLayer(const World& world, const ModelOptions& model, double aux_loss, Parameters& parameters, Experts experts)
+  ReplicatedLayer(const World& world, const ModelOptions& model, double aux_loss, Parameters& parameters, Experts experts)
       : MoeLayer(model, aux_loss), world_(world), parameters_(parameters), experts_(experts), router_(model, aux_loss),
         ffn_(model, model.experts) {}
 
@@ -80,9 +80,9 @@ private:
 
 } // namespace
 
-std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,
-                                           Parameters& parameters, Experts experts) {
-  return std::make_unique<DenseLayer>(world, model, aux_loss, parameters, experts);
+std::unique_ptr<MoeLayer> make_replicated_layer(const World& world, const ModelOptions& model, double aux_loss,
+                                                Parameters& parameters, Experts experts) {
+  return std::make_unique<ReplicatedLayer>(world, model, aux_loss, parameters, experts);
 }
 
 } // namespace train
