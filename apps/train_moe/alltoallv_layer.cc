@@ -13,7 +13,7 @@ class AlltoallvLayer final : public MoeLayer {
 public:
   AlltoallvLayer(const World& world, const ModelOptions& model, double aux_loss, Parameters& parameters, Experts experts)
       : MoeLayer(model, aux_loss), world_(world), parameters_(parameters), experts_(experts), router_(model, aux_loss),
-        mine_(ownership(model.experts, world.rank(), world.size())), ffn_(model, mine_.count) {}
+        mine_(ownership(model.experts, {world.rank(), world.size()})), ffn_(model, mine_.count) {}
 
   void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) override {
     num_tokens_ = chunks.num_tokens();
@@ -75,7 +75,7 @@ private:
     std::vector<int64_t> to(world_.size()), from(world_.size()); // elements
     std::vector<int32_t> local_expert;
     for (int rank = 0; rank < world_.size(); ++rank) {
-      const Ownership theirs = ownership(model_.experts, rank, world_.size());
+      const Ownership theirs = ownership(model_.experts, {rank, world_.size()});
       for (int64_t e = 0; e < theirs.count; ++e)
         to[rank] += int64_t{count(world_.rank(), theirs.first + e)} * model_.hidden;
       for (int64_t e = 0; e < mine_.count; ++e) {

@@ -57,8 +57,18 @@ void require_same(const std::string& file, const json& theirs, const json& ours,
            theirs.is_object() && theirs.contains(name) ? theirs[name].dump() : "nothing", value.dump());
 }
 
-int64_t whole_size(const Tensor& tensor) {
-  return tensor.shape[0] * tensor.row_size();
+// Returns a sharded tensor, of which every rank has the elements `here`, on all ranks.
+std::vector<float> whole_of(const World& world, const Tensor& tensor, const std::vector<float>& here) {
+  const int64_t mine[] = {tensor.first, tensor.size};
+  const std::vector<int64_t> parts = world.gather(std::span<const int64_t>(mine));
+  const std::vector<float> all = world.gather(std::span<const float>(here)); // in rank order
+  std::vector<float> whole(static_cast<size_t>(tensor.whole_size()));
+  auto from = all.begin();
+  for (size_t i = 0; i < parts.size(); i += 2) {
+    std::copy_n(from, parts[i + 1], whole.begin() + parts[i]);
+    from += parts[i + 1];
+  }
+  return whole;
 }
 
 // Returns the last line of a checkpoint.
@@ -154,9 +164,9 @@ void save_checkpoint(const World& world, const std::string& file, int64_t step, 
   std::vector<float> all; // only on rank 0
   for (const Tensor& tensor : parameters.tensors()) {
     for (const Array<float>* values : saved_arrays(parameters.area(tensor))) {
-      std::vector<float> here(static_cast<size_t>(tensor.size()));
+      std::vector<float> here(static_cast<size_t>(tensor.size));
       values->copy_out(tensor.offset, here);
-      const std::vector<float> whole = tensor.is_sharded ? world.gather(std::span<const float>(here)) : std::move(here);
+      const std::vector<float> whole = tensor.is_sharded ? whole_of(world, tensor, here) : std::move(here);
       if (world.rank() == 0) all.insert(all.end(), whole.begin(), whole.end());
     }
   }
@@ -176,11 +186,10 @@ int64_t load_checkpoint(const World& world, const std::string& file, const Model
   const char* from = checkpoint.numbers.data();
   for (const Tensor& tensor : parameters.tensors()) {
     for (Array<float>* values : saved_arrays(parameters.area(tensor))) {
-      std::vector<float> here(static_cast<size_t>(tensor.size()));
-      if (!here.empty())
-        std::memcpy(here.data(), from + tensor.first * tensor.row_size() * sizeof(float), here.size() * sizeof(float));
+      std::vector<float> here(static_cast<size_t>(tensor.size));
+      if (!here.empty()) std::memcpy(here.data(), from + tensor.first * sizeof(float), here.size() * sizeof(float));
       values->copy_in(tensor.offset, here);
-      from += whole_size(tensor) * sizeof(float);
+      from += tensor.whole_size() * sizeof(float);
     }
   }
   return checkpoint.step;

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <exception>
 #include <optional>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "apps/train_moe/errors.h"
@@ -92,11 +94,11 @@ private:
 
 class EpxLayer final : public MoeLayer {
 public:
-  EpxLayer(epx::GroupView group, const World& world, Device& device, const Options& options, Parameters& parameters,
-           Experts experts)
-      : MoeLayer(options.model, options.aux_loss), group_(group), num_ranks_(world.size()), device_(device),
-        dtype_(as_epx(options.dtype)), is_fp8_(options.recipe != EPX_MOE_RECIPE_WIDE), parameters_(parameters),
-        experts_(experts), tokens_(device, options.dtype), out_(device, options.dtype), grad_(device, options.dtype),
+  EpxLayer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device, const Options& options,
+           WholeExperts experts)
+      : MoeLayer(options.model, options.aux_loss), group_(group), world_(world), mesh_(mesh), device_(device),
+        dtype_(as_epx(options.dtype)), is_fp8_(options.recipe != EPX_MOE_RECIPE_WIDE), experts_(std::move(experts)),
+        tokens_(device, options.dtype), out_(device, options.dtype), grad_(device, options.dtype),
         gate_up_(device, options.dtype), down_(device, options.dtype), quantised_(device), device_topk_idx_(device),
         device_global_counts_(device), device_info_(device) {
     epx::moe::BlockConfig config;
@@ -115,8 +117,8 @@ public:
     }
     config.alignment = zone_alignment(is_fp8_);
     block_ = epx::moe::Block(group_, config);
-    global_counts_.resize(static_cast<size_t>(num_ranks_) * model_.experts);
-    device_global_counts_.resize(std::ssize(global_counts_));
+    group_counts_.resize(static_cast<size_t>(mesh.ep.size) * model_.experts);
+    device_global_counts_.resize(std::ssize(group_counts_));
     device_info_.resize(std::ssize(info_));
     cuda_.stream = device.stream();
   }
@@ -128,15 +130,13 @@ public:
     num_tokens_ = chunks.num_tokens();
     topk_idx_.resize(num_tokens_ * model_.top_k);
     device_topk_idx_.resize(num_tokens_ * model_.top_k);
-    const Tensor& gate_up = parameters_.tensor(experts_.gate_up);
-    const Tensor& down = parameters_.tensor(experts_.down);
-    const float* const gate_up_values = parameters_.values(experts_.gate_up);
-    const float* const down_values = parameters_.values(experts_.down);
+    experts_.gather();
+    const int64_t matrix_size = experts_.count() * model_.hidden * model_.ffn;
     if (is_fp8_) // a step has one forward, behind the optimizer of the one before
-      fp8_params_ = quantised_.of(model_, gate_up.count, gate_up_values, down_values, cuda());
+      fp8_params_ = quantised_.of(model_, experts_.count(), experts_.gate_up(), experts_.down(), cuda());
     else
-      params_ = expert_params(model_, gate_up.count, gate_up_.of(gate_up_values, gate_up.size()),
-                              down_.of(down_values, down.size()), dtype_);
+      params_ = expert_params(model_, experts_.count(), gate_up_.of(experts_.gate_up(), 2 * matrix_size),
+                              down_.of(experts_.down(), matrix_size), dtype_);
     const int64_t size = num_tokens_ * model_.hidden;
     block_.fwd({.cuda = cuda(),
                 .tokens = rows(tokens_.of(tokens, size), model_.hidden, dtype_),
@@ -145,33 +145,37 @@ public:
                 .fp8_params = fp8_params_,
                 .out = rows(out_.room_for(out, size), model_.hidden, dtype_),
                 .topk_idx = {device_topk_idx_.data(), EPX_INT32, {num_tokens_, model_.top_k}},
-                .global_counts = {device_global_counts_.data(), EPX_INT32, {num_ranks_, model_.experts}},
+                .global_counts = {device_global_counts_.data(), EPX_INT32, {mesh_.ep.size, model_.experts}},
                 .info = {device_info_.data(), EPX_INT64, device_info_.size()}});
     out_.write_back(out);
     device_topk_idx_.copy_out(0, topk_idx_);
-    device_global_counts_.copy_out(0, global_counts_);
+    device_global_counts_.copy_out(0, group_counts_);
     device_info_.copy_out(0, info_);
     require_no_device_errors(); // the copies have waited
+    global_counts_ = group_counts_;
+    if (mesh_.fsdp.size > 1) // there are other groups
+      global_counts_ = world_.gather(std::span<const int32_t>(group_counts_)
+                                         .subspan(static_cast<size_t>(mesh_.ep.rank) * model_.experts, model_.experts));
   }
 
   void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads&) override {
     const int64_t size = num_tokens_ * model_.hidden;
-    block_.bwd(
-        {.cuda = cuda(),
-         .params = params_,
-         .fp8_params = fp8_params_,
-         .grad_out = rows(grad_.of(grad_out, size), model_.hidden, dtype_),
-         .aux_loss_grad = 1,
-         .grad_tokens = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_),
-         .grad_logits = rows(grad_logits, model_.experts, EPX_FLOAT32),
-         .grads = expert_grads(model_, parameters_.tensor(experts_.gate_up).count,
-                               parameters_.sharded_grads(experts_.gate_up), parameters_.sharded_grads(experts_.down))});
+    const WholeExperts::Grads grads = experts_.room_for_grads();
+    block_.bwd({.cuda = cuda(),
+                .params = params_,
+                .fp8_params = fp8_params_,
+                .grad_out = rows(grad_.of(grad_out, size), model_.hidden, dtype_),
+                .aux_loss_grad = 1.0 / mesh_.fsdp.size, // the mean of the groups' losses
+                .grad_tokens = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_),
+                .grad_logits = rows(grad_logits, model_.experts, EPX_FLOAT32),
+                .grads = expert_grads(model_, experts_.count(), grads.gate_up, grads.down)});
+    experts_.reduce(grads);
     out_.write_back(grad_tokens);
   }
 
   epx_load_report capacity_use() const override {
     return group_.load_of_counts({.top_k = model_.top_k, .alignment = zone_alignment(is_fp8_)},
-                                 {global_counts_, {num_ranks_, model_.experts}});
+                                 {group_counts_, {mesh_.ep.size, model_.experts}});
   }
 
   void require_no_device_errors() const override {
@@ -188,18 +192,19 @@ private:
   }
 
   epx::GroupView group_;
-  int num_ranks_;
+  const World& world_;
+  Mesh mesh_;
   Device& device_;
   epx_dtype dtype_;
   bool is_fp8_;
   epx::moe::Cuda cuda_;
-  Parameters& parameters_;
-  Experts experts_;
+  WholeExperts experts_;
   int64_t num_tokens_ = 0;
   Converted tokens_, out_, grad_, gate_up_, down_;
   QuantisedExperts quantised_;
   epx::moe::FfnParams params_; // of the last forward, as the next
   std::optional<epx::moe::Fp8Params> fp8_params_;
+  std::vector<int32_t> group_counts_; // [ranks of the EP axis, E]
   Array<int32_t> device_topk_idx_, device_global_counts_;
   Array<int64_t> device_info_;
   epx::moe::Block block_;
@@ -207,8 +212,8 @@ private:
 
 } // namespace
 
-epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens,
-                      double capacity_factor) {
+epx::Group make_group(const World& world, const Mesh& mesh, const Device& device, const Options& options,
+                      int64_t max_tokens, double capacity_factor) {
   epx::GroupConfig config;
   config.num_experts = options.model.experts;
   config.max_tokens_per_rank = static_cast<int32_t>(max_tokens);
@@ -217,12 +222,14 @@ epx::Group make_group(const World& world, const Device& device, const Options& o
   config.max_alignment = zone_alignment(options.recipe != EPX_MOE_RECIPE_WIDE);
   config.max_token_dtype = as_epx(options.dtype);
   config.transport = device.is_host() ? EPX_TRANSPORT_HOST : EPX_TRANSPORT_NCCL; // the experts compute where it ends
-  if (capacity_factor < world.size())                                            // else any routing has room
+  if (capacity_factor < mesh.ep.size)                                            // else any routing has room
     config.max_recv_tokens_per_rank =
         static_cast<int64_t>(std::ceil(capacity_factor * static_cast<double>(max_tokens * options.model.top_k)));
   if (options.on_overflow != OnOverflow::error) config.overflow = EPX_OVERFLOW_DROP;
   config.combine_precision = EPX_COMBINE_EXACT; // the same bits for every number of ranks
   config.timeout_ms = options.timeout_ms;
+  config.color = mesh.fsdp.rank;
+  config.key = mesh.ep.rank;
   return {epx::bootstrap_mpi(world.comm(), std::chrono::milliseconds(options.timeout_ms)), config};
 }
 
@@ -231,9 +238,9 @@ void require_no_events(epx::GroupView group) {
   if (report.message[0] != '\0') fail(kExitFailure, "epx: {}", report.message);
 }
 
-std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, Device& device, const Options& options,
-                                         Parameters& parameters, Experts experts) {
-  return std::make_unique<EpxLayer>(group, world, device, options, parameters, experts);
+std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device,
+                                         const Options& options, WholeExperts experts) {
+  return std::make_unique<EpxLayer>(group, world, mesh, device, options, std::move(experts));
 }
 
 } // namespace train

@@ -31,13 +31,14 @@ Job::Job(const World& world, const Options& options) : world_(world), options_(o
   world.together([&] {
     text_ = read_text(options.text, options.model);
     device_ = options.device == DeviceKind::host ? make_host_device() : make_cuda_device(local_rank);
-    require_memory(world, options, *device_);
+    mesh_ = make_mesh(world, options);
+    require_memory(world, mesh_, options, *device_);
     if (world.rank() == 0 && !options.checkpoint_file.empty()) require_writable(options.checkpoint_file);
   });
   const std::vector<Path> paths =
       options.path == Path::both ? std::vector{Path::dispatch, Path::native} : std::vector{options.path};
   for (const Path path : paths)
-    trainers_.push_back(std::make_unique<Trainer>(world, *device_, options, text_, path));
+    trainers_.push_back(std::make_unique<Trainer>(world, mesh_, *device_, options, text_, path));
   seconds_.resize(trainers_.size());
   if (!options.resume_file.empty()) resume();
   // Files of an earlier run are overwritten only now that nothing can be refused any more.
@@ -51,7 +52,7 @@ void Job::train() {
   const bool has_bar = options_.progress == "on" || (options_.progress == "auto" && has_terminal());
   ProgressBar bar(world_.rank() == 0 && has_bar, done_ + 1, options_.steps);
   for (int64_t step = done_ + 1; step <= options_.steps; ++step) {
-    const StepResult result = train_step(step);
+    const StepResult result = last_ = train_step(step);
     json line = {{"step", step}, {"loss", result.loss}, {"load", result.load}};
     if (options_.capacity_factor > 0) {
       line["required_capacity_factor"] = result.capacity.required_factor;
@@ -74,12 +75,16 @@ void Job::finish() {
   json times;
   for (size_t i = 0; i < trainers_.size(); ++i)
     times[name_of(trainers_[i]->path())] = 1e3 * median(seconds_[i]);
-  write_line(log_.get(), {{"held_out_loss", held_out},
-                          {"unigram_entropy", entropy},
-                          {"ratio", held_out / entropy},
-                          {"steps", options_.steps},
-                          {"ranks", world_.size()},
-                          {"median_ms_per_step", times}});
+  write_line(log_.get(),
+             {{"held_out_loss", held_out},
+              {"unigram_entropy", entropy},
+              {"ratio", held_out / entropy},
+              {"steps", options_.steps},
+              {"ranks", world_.size()},
+              {"ep", mesh_.ep.size},
+              {"fsdp", mesh_.fsdp.size},
+              {"fsdp_bytes_per_step", {{"gathered", last_.traffic.gathered}, {"reduced", last_.traffic.reduced}}},
+              {"median_ms_per_step", times}});
   world_.together([&] {
     if (log_ != nullptr) log_->close();
   });

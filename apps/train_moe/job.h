@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "apps/train_moe/device.h"
+#include "apps/train_moe/mesh.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/output.h"
 #include "apps/train_moe/text.h"
@@ -37,9 +38,11 @@ private:
   const World& world_;
   const Options& options_;
   Text text_;
+  Mesh mesh_;
   std::unique_ptr<Device> device_;                 // outlives the trainers
   std::vector<std::unique_ptr<Trainer>> trainers_; // one, or one per path side by side
   std::vector<std::vector<double>> seconds_;       // by trainer, of its steps
+  StepResult last_;                                // of the last step
   int64_t done_ = 0;                               // steps before this run's first
   std::unique_ptr<LineWriter> log_;                // only on rank 0
   std::optional<RoutingRecord> routing_;

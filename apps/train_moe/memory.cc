@@ -3,14 +3,13 @@
 
 #include "apps/train_moe/chunks.h"
 #include "apps/train_moe/errors.h"
-#include "apps/train_moe/moe_layer.h"
 
 namespace train {
 namespace {
 
 // Need is in bytes, as double, since a product of options may be more than any integer type holds.
 struct Need {
-  double parameters = 0;      // with their gradients and AdamW's moments
+  double parameters = 0;      // with their gradients and AdamW's moments, and what is gathered of others'
   double chunk_gradients = 0; // of the replicated parameters, one copy per chunk
   double activations = 0;     // of a step
 
@@ -18,7 +17,7 @@ struct Need {
 };
 
 // Computes the need from the shapes that Model declares.
-Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_here, bool replicates_experts) {
+Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_here, int fsdp, bool replicates_experts) {
   constexpr double kBytesOfFloat = sizeof(float);
   constexpr double kByteValues = 256;
   constexpr double kAdamCopies = 4; // values, gradients, two moments
@@ -29,7 +28,8 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
                         kByteValues * hidden + kByteValues;
   const double tokens = static_cast<double>(chunks.num_tokens());
   Need need;
-  need.parameters = kBytesOfFloat * kAdamCopies * (shared + experts);
+  need.parameters = kBytesOfFloat * kAdamCopies * (shared + experts / fsdp);
+  if (fsdp > 1) need.parameters += kBytesOfFloat * (experts + 2 * experts / layers); // a layer's gradients, and their parts
   need.chunk_gradients =
       kBytesOfFloat * static_cast<double>(chunks.count()) * (replicates_experts ? shared + experts : shared);
   need.activations =
@@ -39,12 +39,12 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
 
 } // namespace
 
-void require_memory(const World& world, const Options& options, const Device& device) {
+void require_memory(const World& world, const Mesh& mesh, const Options& options, const Device& device) {
   const ModelOptions& model = options.model;
   const bool is_replicated = options.path == Path::replicated;
-  const Ownership mine = ownership(model.experts, world.rank(), world.size());
-  const Need need = need_of(model, Chunks(model.batch, world.rank(), world.size()),
-                            is_replicated ? model.experts : mine.count, is_replicated);
+  const int64_t experts_here = is_replicated ? model.experts : ownership(model.experts, mesh.ep).count;
+  const Need need =
+      need_of(model, Chunks(model.batch, world.rank(), world.size()), experts_here, mesh.fsdp.size, is_replicated);
   const double models = options.path == Path::both ? 2 : 1;
   const double available = device.available_memory();
   if (models * need.all() <= available) return;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "apps/train_moe/device.h"
+#include "apps/train_moe/mesh.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/world.h"
 
@@ -10,6 +11,6 @@ namespace train {
 
 // Throws Error when this rank needs more memory than its device lets a process have. It counts the least that training takes,
 // without the exchange. Local.
-void require_memory(const World& world, const Options& options, const Device& device);
+void require_memory(const World& world, const Mesh& mesh, const Options& options, const Device& device);
 
 } // namespace train

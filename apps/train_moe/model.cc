@@ -15,16 +15,18 @@ double init_limit(int64_t fan_in) { // uniform with variance 1 / fan_in
 
 } // namespace
 
-Model::Model(Device& device, const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts)
+Model::Model(Device& device, const ModelOptions& options, Parameters& parameters, const Mesh& mesh, bool replicate_experts)
     : device_(device), options_(options), parameters_(parameters),
       context_width_(static_cast<int64_t>(options.context) * options.embedding), contexts_(device), targets_(device),
       last_x_(device), last_normed_(device), grad_out_(device), losses_(device), embedded_(device), grad_embedded_(device),
       moe_out_(device), grad_x_(device), grad_normed_(device), grad_logits_(device) {
   const int64_t hidden = options.hidden;
   const int64_t ffn = options.ffn;
-  const auto add_experts = [&](const std::string& name, std::vector<int64_t> shape, double limit) {
-    return replicate_experts ? parameters.add_replicated(name, std::move(shape), limit)
-                             : parameters.add_sharded(name, std::move(shape), limit, mine.first, mine.count);
+  const auto add_experts = [&](const std::string& name, int64_t rows, int64_t width, double limit) {
+    const Ownership kept = rows_kept(mesh, options.experts, rows);
+    return replicate_experts ? parameters.add_replicated(name, {options.experts, rows, width}, limit)
+                             : parameters.add_sharded(name, {options.experts, rows, width}, limit, kept.first * width,
+                                                      kept.count * width);
   };
   embedding_ = parameters.add_replicated("embedding", {kBytes, options.embedding}, std::sqrt(3.0));
   in_weight_ = parameters.add_replicated("in_weight", {hidden, context_width_}, init_limit(context_width_));
@@ -33,8 +35,8 @@ Model::Model(Device& device, const ModelOptions& options, Parameters& parameters
     const std::string prefix = fmt::format("layer{}.", l);
     layers_.emplace_back(
         device, parameters.add_replicated(prefix + "router_weight", {options.experts, hidden}, init_limit(hidden)));
-    experts_.push_back({add_experts(prefix + "gate_up_weight", {options.experts, 2 * ffn, hidden}, init_limit(hidden)),
-                        add_experts(prefix + "down_weight", {options.experts, hidden, ffn}, init_limit(ffn))});
+    experts_.push_back({add_experts(prefix + "gate_up_weight", 2 * ffn, hidden, init_limit(hidden)),
+                        add_experts(prefix + "down_weight", hidden, ffn, init_limit(ffn))});
   }
   out_weight_ = parameters.add_replicated("out_weight", {kBytes, hidden}, 0.1 * init_limit(hidden));
   out_bias_ = parameters.add_replicated("out_bias", {kBytes}, 0, false);

@@ -12,6 +12,7 @@
 #include "apps/train_moe/array.h"
 #include "apps/train_moe/chunks.h"
 #include "apps/train_moe/device.h"
+#include "apps/train_moe/mesh.h"
 #include "apps/train_moe/moe_layer.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/parameters.h"
@@ -21,8 +22,8 @@ namespace train {
 
 class Model {
 public:
-  // Declares the model's parameters; experts in `mine` live here, and are sharded unless all are replicated.
-  Model(Device& device, const ModelOptions& options, Parameters& parameters, Ownership mine, bool replicate_experts);
+  // Declares the model's parameters. Experts' are sharded over the mesh, unless all are replicated.
+  Model(Device& device, const ModelOptions& options, Parameters& parameters, const Mesh& mesh, bool replicate_experts);
 
   // Returns the experts of each layer, for the code that makes the layers.
   const std::vector<Experts>& experts() const { return experts_; }

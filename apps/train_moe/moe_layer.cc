@@ -17,10 +17,4 @@ double MoeLayer::load() const {
   return static_cast<double>(*std::max_element(routes.begin(), routes.end()) * model_.experts) / static_cast<double>(total);
 }
 
-Ownership ownership(int experts, int rank, int num_ranks) {
-  const int each = experts / num_ranks;
-  const int extra = experts % num_ranks;
-  return {static_cast<int64_t>(rank) * each + std::min(rank, extra), each + (rank < extra ? 1 : 0)};
-}
-
 } // namespace train

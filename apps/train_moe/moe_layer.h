@@ -9,6 +9,8 @@
 
 #include "apps/train_moe/chunks.h"
 #include "apps/train_moe/device.h"
+#include "apps/train_moe/fsdp.h"
+#include "apps/train_moe/mesh.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/parameters.h"
 #include "apps/train_moe/world.h"
@@ -52,25 +54,18 @@ protected:
   ModelOptions model_;
   double aux_loss_;
   std::vector<int32_t> topk_idx_;      // [T, K]
-  std::vector<int32_t> global_counts_; // [P, E]
+  std::vector<int32_t> global_counts_; // [P, E], of all ranks
   int64_t info_[3] = {0, 0, -1};       // as epx_moe_router writes it
 };
 
-// Creates the group through which epx layers exchange their tokens, in memory of the device. A rank has room for
+// Creates the group of this rank's EP axis, through which epx layers exchange their tokens, in memory of the device. A rank has room for
 // capacity_factor * max_tokens * top_k rows; with a factor of 0 for any routing. Collective.
-epx::Group make_group(const World& world, const Device& device, const Options& options, int64_t max_tokens,
-                      double capacity_factor);
+epx::Group make_group(const World& world, const Mesh& mesh, const Device& device, const Options& options,
+                      int64_t max_tokens, double capacity_factor);
 void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
-// Returns which experts live on a rank: contiguous blocks, the first E mod P ranks own one more, as in epx.
-struct Ownership {
-  int64_t first = 0;
-  int64_t count = 0;
-};
-Ownership ownership(int experts, int rank, int num_ranks);
-
-std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, Device& device, const Options& options,
-                                         Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device,
+                                         const Options& options, WholeExperts experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_replicated_layer(const World& world, const ModelOptions& model, double aux_loss,

@@ -111,6 +111,14 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
                  "each), replicated (not at all: each rank computes all experts)")
       ->check(CLI::IsMember(&kPaths))
       ->capture_default_str();
+  const CLI::Option* const ep =
+      app.add_option("--ep", options.ep, "ranks that share the experts, with a path of epx; default: ranks / fsdp")
+          ->check(positive);
+  const CLI::Option* const fsdp =
+      app.add_option("--fsdp", options.fsdp,
+                     "ranks that compute with the same experts and keep a part of their parameters each, gathered before "
+                     "use; ep * fsdp is the number of ranks; default: ranks / ep")
+          ->check(positive);
   app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with a path of epx)")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
@@ -202,6 +210,12 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
     fail(kExitUsage, "--capacity-factor is {}; it must be a positive number", options.capacity_factor);
   if (capacity->count() > 0 && options.path != Path::dispatch)
     fail(kExitUsage, "--capacity-factor is for --path dispatch; --path {} is given", path_name);
+  if (ep->count() + fsdp->count() > 0 && !is_of_block(options.path))
+    fail(kExitUsage, "{} is for --path dispatch, ring or ragged; --path {} is given", ep->count() > 0 ? "--ep" : "--fsdp",
+         path_name);
+  if (capacity->count() > 0 && ep->count() + fsdp->count() > 0)
+    fail(kExitUsage, "--capacity-factor is for experts that all ranks share; {} is given",
+         ep->count() > 0 ? "--ep" : "--fsdp");
   if (on_overflow->count() > 0 && capacity->count() == 0)
     fail(kExitUsage, "--on-overflow is given without --capacity-factor; there is room for any routing");
   if (options.path != Path::dispatch && options.measures_format_errors)

@@ -57,6 +57,7 @@ struct Options {
   double weight_decay = 0.1;
   double aux_loss = 0.01;
   Path path = Path::dispatch;
+  int ep = 0, fsdp = 0; // ranks of the mesh's axes; 0: as many as the other leaves (mesh.h)
   DeviceKind device = DeviceKind::host;
   Dtype dtype = Dtype::fp32;
   epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts

@@ -7,27 +7,27 @@
 #include <random>
 
 namespace train {
-int64_t Tensor::row_size() const {
-  return std::accumulate(shape.begin() + 1, shape.end(), int64_t{1}, std::multiplies<>());
+int64_t Tensor::whole_size() const {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
 Parameters::Id Parameters::add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit,
                                           bool decays) {
   Tensor tensor{name, std::move(shape), false, decays, init_limit};
-  tensor.count = tensor.shape[0];
+  tensor.size = tensor.whole_size();
   return add(std::move(tensor));
 }
 
 Parameters::Id Parameters::add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit,
-                                       int64_t first, int64_t count) {
-  Tensor tensor{name, std::move(shape), true, true, init_limit, first, count};
+                                       int64_t first, int64_t size) {
+  Tensor tensor{name, std::move(shape), true, true, init_limit, first, size};
   return add(std::move(tensor));
 }
 
 Parameters::Id Parameters::add(Tensor tensor) {
   Area& home = area(tensor);
   tensor.offset = home.size;
-  home.size += tensor.size();
+  home.size += tensor.size;
   tensors_.push_back(std::move(tensor));
   return static_cast<Id>(tensors_.size()) - 1;
 }
@@ -46,8 +46,8 @@ void Parameters::initialise(uint64_t seed) {
     const Tensor& tensor = tensors_[i];
     std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), static_cast<uint32_t>(i)};
     std::mt19937_64 random(words);
-    random.discard(static_cast<unsigned long long>(tensor.first * tensor.row_size()));
-    std::vector<float> values(tensor.size());
+    random.discard(static_cast<unsigned long long>(tensor.first));
+    std::vector<float> values(tensor.size);
     for (float& value : values) {
       const double unit = static_cast<double>(random() >> 11) * 0x1p-53; // [0, 1)
       value = static_cast<float>((2 * unit - 1) * tensor.init_limit);
@@ -62,7 +62,7 @@ void Parameters::step(int64_t step, double learning_rate, double weight_decay) {
   for (const Tensor& tensor : tensors_) {
     Area& home = area(tensor);
     const auto decay = static_cast<float>(tensor.decays ? learning_rate * weight_decay : 0);
-    device_.adamw({learning_rate, correction1, correction2, decay}, tensor.size(),
+    device_.adamw({learning_rate, correction1, correction2, decay}, tensor.size,
                   {home.values.data() + tensor.offset, home.grads.data() + tensor.offset,
                    home.first_moments.data() + tensor.offset, home.second_moments.data() + tensor.offset});
   }

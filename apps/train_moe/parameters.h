@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parameters has all parameters of a model, their gradients and AdamW's moments, in two flat areas of a Device: *replicated*
-// ones are the same on every rank, and *sharded* ones are experts that live on one rank.
+// ones are the same on every rank, and *sharded* ones are a run of the
+// elements of a tensor of all experts.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +15,14 @@ namespace train {
 
 struct Tensor {
   std::string name;
-  std::vector<int64_t> shape; // shape of the whole tensor; a sharded one is split along the first dimension
+  std::vector<int64_t> shape; // shape of the whole tensor
   bool is_sharded = false;
   bool decays = true;
-  double init_limit = 0;    // uniform in [-limit, limit)
-  int64_t first = 0;        // first index of the first dimension here
-  int64_t count = 0;        // indices of the first dimension here
-  int64_t offset = 0;       // elements, in its area
-  int64_t row_size() const; // elements per index of the first dimension
-  int64_t size() const { return count * row_size(); }
+  double init_limit = 0; // uniform in [-limit, limit)
+  int64_t first = 0;     // first element here
+  int64_t size = 0;      // elements here
+  int64_t offset = 0;    // elements, in its area
+  int64_t whole_size() const;
 };
 
 struct Area {
@@ -39,8 +39,8 @@ public:
   explicit Parameters(Device& device) : device_(device), replicated_(device), sharded_(device) {}
 
   Id add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit, bool decays = true);
-  // Adds a tensor of which [first, first + count) of shape[0] live here.
-  Id add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit, int64_t first, int64_t count);
+  // Adds a tensor of which the elements [first, first + size) are here.
+  Id add_sharded(const std::string& name, std::vector<int64_t> shape, double init_limit, int64_t first, int64_t size);
 
   // Allocates all tensors, which must have been added, and sets random values. A tensor's depend on the seed and on how many
   // tensors were added before, not on how it is sharded. Throws Error.

@@ -26,14 +26,13 @@ struct RouterReport {
 
 } // namespace
 
-Trainer::Trainer(const World& world, Device& device, const Options& options, const Text& text, Path path)
-    : world_(world), device_(device), options_(options), text_(text), path_(path), parameters_(device),
-      model_(device, options.model, parameters_, ownership(options.model.experts, world.rank(), world.size()),
-             path == Path::replicated),
-      chunk_grads_(device, parameters_) {
+Trainer::Trainer(const World& world, const Mesh& mesh, Device& device, const Options& options, const Text& text, Path path)
+    : world_(world), mesh_(mesh), device_(device), options_(options), text_(text), path_(path), parameters_(device),
+      model_(device, options.model, parameters_, mesh, path == Path::replicated), chunk_grads_(device, parameters_) {
   parameters_.initialise(options.model.seed);
   if (is_of_block(path)) {
-    group_ = make_group(world, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
+    if (mesh.fsdp.size > 1) axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh);
+    group_ = make_group(world, mesh, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
     model_.set_layers(make_epx_layers(group_));
     return;
   }
@@ -50,7 +49,9 @@ Trainer::Trainer(const World& world, Device& device, const Options& options, con
 std::vector<std::unique_ptr<MoeLayer>> Trainer::make_epx_layers(epx::GroupView group) {
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts())
-    layers.push_back(make_epx_layer(group, world_, device_, options_, parameters_, experts));
+    layers.push_back(make_epx_layer(group, world_, mesh_, device_, options_,
+                                    WholeExperts(axis_.get(), device_, parameters_, options_.model, experts.gate_up,
+                                                 experts.down, ownership(options_.model.experts, mesh_.ep).count)));
   return layers;
 }
 
@@ -59,12 +60,14 @@ StepResult Trainer::step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<int64_t> positions = train_positions(text_, options_.model, step);
   const Chunks chunks(options_.model.batch, world_.rank(), world_.size());
+  const Traffic before = axis_ != nullptr ? axis_->traffic() : Traffic();
   StepResult result;
   result.loss = forward(positions, chunks, "step", step, result.capacity);
   model_.backward(chunk_grads_);
   const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
   for (const epx::Group* const group : {&group_, &full_group_})
     if (*group) require_no_events(*group); // a GPU has finished the backward by now
+  if (axis_ != nullptr) require_no_events(axis_->group());
   for (const auto& layer : model_.layers())
     layer->require_no_device_errors();
   summed_grads_.resize(parameters_.replicated().size);
@@ -77,6 +80,7 @@ StepResult Trainer::step(int64_t step) {
   result.seconds = world_.slowest(seconds.count());
   for (const auto& layer : model_.layers())
     result.load.push_back(layer->load());
+  result.traffic = traffic_since(before);
   end_rerun(result.capacity);
   return result;
 }
@@ -113,10 +117,21 @@ CapacityUse Trainer::capacity_use() const {
     if (load.routes == 0) continue;
     use.dropped += load.dropped;
     use.required_factor = std::max(use.required_factor, static_cast<double>(load.rows_needed) / balanced);
-    use.max_load = std::max(use.max_load, static_cast<double>(load.most_routes_of_rank * world_.size()) /
+    use.max_load = std::max(use.max_load, static_cast<double>(load.most_routes_of_rank * mesh_.ep.size) /
                                               static_cast<double>(load.routes));
   }
   return use;
+}
+
+Traffic Trainer::traffic_since(const Traffic& before) const {
+  Traffic sum;
+  if (axis_ == nullptr) return sum;
+  const Traffic mine = {axis_->traffic().gathered - before.gathered, axis_->traffic().reduced - before.reduced};
+  for (const Traffic& theirs : world_.gather(std::span<const Traffic>(&mine, 1))) {
+    sum.gathered += theirs.gathered;
+    sum.reduced += theirs.reduced;
+  }
+  return sum;
 }
 
 double Trainer::forward(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step,
@@ -126,7 +141,7 @@ double Trainer::forward(const std::vector<int64_t>& positions, const Chunks& chu
   use.ran_again = use.dropped > 0 && options_.on_overflow == OnOverflow::rerun; // on all ranks, or on none
   if (!use.ran_again) return loss;
   if (full_layers_.empty()) {
-    full_group_ = make_group(world_, device_, options_, most_tokens(options_.model, world_.size()), 0);
+    full_group_ = make_group(world_, mesh_, device_, options_, most_tokens(options_.model, world_.size()), 0);
     full_layers_ = make_epx_layers(full_group_);
   }
   model_.swap_layers(full_layers_);

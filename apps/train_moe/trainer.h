@@ -7,6 +7,8 @@
 
 #include "apps/train_moe/device.h"
 #include "apps/train_moe/format_errors.h"
+#include "apps/train_moe/fsdp.h"
+#include "apps/train_moe/mesh.h"
 #include "apps/train_moe/model.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/parameters.h"
@@ -29,12 +31,13 @@ struct StepResult {
   double seconds = 0;       // of the slowest rank
   std::vector<double> load; // per layer
   CapacityUse capacity;
+  Traffic traffic; // over the FSDP axis, of all ranks
 };
 
 class Trainer {
 public:
   // Collective. `path` is not both. The device must outlive the trainer.
-  Trainer(const World& world, Device& device, const Options& options, const Text& text, Path path);
+  Trainer(const World& world, const Mesh& mesh, Device& device, const Options& options, const Text& text, Path path);
 
   Path path() const { return path_; }
   Parameters& parameters() { return parameters_; }
@@ -51,7 +54,8 @@ public:
 
 private:
   std::vector<std::unique_ptr<MoeLayer>> make_epx_layers(epx::GroupView group);
-  CapacityUse capacity_use() const; // of the last forward
+  CapacityUse capacity_use() const;                   // of the last forward
+  Traffic traffic_since(const Traffic& before) const; // of all ranks; collective
 
   // Computes a forward and returns its loss. Where it drops routes and --on-overflow is rerun, it is computed again, by layers
   // that have room for any routing. These stay the model's until end_rerun().
@@ -61,13 +65,15 @@ private:
   double mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t step);
 
   const World& world_;
+  Mesh mesh_;
   Device& device_;
   const Options& options_;
   const Text& text_;
   Path path_;
   Parameters parameters_;
-  epx::Group group_;      // empty when no layer is one of epx; outlives the blocks in model_
-  epx::Group full_group_; // with room for any routing, once a step needed it
+  std::unique_ptr<FsdpAxis> axis_; // where it has more than one rank
+  epx::Group group_;               // empty when no layer is one of epx; outlives the blocks in model_
+  epx::Group full_group_;          // with room for any routing, once a step needed it
   Model model_;
   std::vector<std::unique_ptr<MoeLayer>> full_layers_; // on full_group_
   ChunkGrads chunk_grads_;

@@ -37,6 +37,12 @@ class Devices(TrainTest):
         deviation = self.assert_close(run, host, limit=1e-3)
         self.report(f"losses differ from the host's by at most {deviation:.1e}, ms per step {run.final['median_ms_per_step']}")
 
+    def test_paths_and_meshes(self):
+        host = self.run_host("--aux-loss", 0)
+        for args in (("--path", "ring"), ("--path", "ragged"), ("--fsdp", self.num_ranks)):
+            with self.subTest(args):
+                self.assert_close(self.run_cuda("--aux-loss", 0, *args), host, limit=1e-3)
+
     def test_ranks_agree(self):
         for device in (CUDA, BF16):
             with self.subTest(device):

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "apps/train_moe/mesh.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "apps/train_moe/errors.h"
+
+namespace train {
+
+Mesh make_mesh(const World& world, const Options& options) {
+  const int ranks = world.size();
+  for (const auto& [name, size] : {std::pair{"--ep", options.ep}, {"--fsdp", options.fsdp}})
+    if (size > 0 && ranks % size != 0) fail(kExitUsage, "{} is {}, which does not divide the {} ranks", name, size, ranks);
+  const int ep = options.ep > 0 ? options.ep : ranks / std::max(options.fsdp, 1);
+  const int fsdp = options.fsdp > 0 ? options.fsdp : ranks / ep;
+  if (int64_t{ep} * fsdp != ranks)
+    fail(kExitUsage, "--ep {} and --fsdp {} are a mesh of {} ranks; there are {}", ep, fsdp, int64_t{ep} * fsdp, ranks);
+  return {{world.rank() % ep, ep}, {world.rank() / ep, fsdp}};
+}
+
+Ownership ownership(int64_t total, const Axis& axis) {
+  const int64_t each = total / axis.size;
+  const int64_t extra = total % axis.size;
+  return {axis.rank * each + std::min<int64_t>(axis.rank, extra), each + (axis.rank < extra ? 1 : 0)};
+}
+
+Ownership rows_kept(const Mesh& mesh, int64_t experts, int64_t rows) {
+  const Ownership here = ownership(experts, mesh.ep);
+  const Ownership part = ownership(here.count * rows, mesh.fsdp);
+  return {here.first * rows + part.first, part.count};
+}
+
+} // namespace train

@@ -1,0 +1,71 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes of EP and FSDP: what crosses the FSDP axis, and that the loss does not depend on the mesh or the path."""
+import train_runs
+from train_runs import TrainTest
+
+RANKS = 4
+HIDDEN, FFN, LAYERS = 16, 24, 2
+EP_2_FSDP_2 = ("--ep", 2, "--fsdp", 2)
+# The load-balance loss is that of the tokens of each EP axis, so meshes are compared without it.
+MODEL = ("--batch", 256, "--hidden", HIDDEN, "--ffn", FFN, "--layers", LAYERS, "--context", 4, "--aux-loss", 0)
+LIMIT = 1e-5  # relative, where sums have another order
+
+
+class Mesh(TrainTest):
+    def run_model(self, *args, steps=20, num_ranks=RANKS):
+        return self.train(num_ranks, *MODEL, "--steps", steps, *args)
+
+    def check_bytes(self, run, experts, fsdp):
+        """Each of fsdp ranks gets of its experts' matrices what the others keep, once per layer, and so do gradients."""
+        expected = LAYERS * experts * 3 * HIDDEN * FFN * 4 * (fsdp - 1)
+        self.assertEqual(run.final["fsdp_bytes_per_step"], {"gathered": expected, "reduced": expected}, run)
+
+    def test_bytes_over_the_axis(self):
+        for experts, fsdp in ((8, 1), (8, 2), (8, 4), (5, 2)):
+            with self.subTest(experts=experts, fsdp=fsdp):
+                run = self.run_model("--fsdp", fsdp, "--experts", experts, steps=2)
+                self.assertEqual([run.final["ep"], run.final["fsdp"]], [RANKS // fsdp, fsdp])
+                self.check_bytes(run, experts, fsdp)
+
+    def test_one_loss(self):
+        one = self.run_model()
+        deviations = []
+        for args in (("--path", "ring"), ("--path", "ragged"), EP_2_FSDP_2, ("--path", "ring", *EP_2_FSDP_2)):
+            with self.subTest(args):
+                deviations.append(self.assert_close(self.run_model(*args), one, limit=LIMIT))
+        self.report(f"losses differ from those of dispatch on one axis by at most {max(deviations):.1e}")
+
+    def test_experts_that_the_mesh_does_not_divide(self):
+        for experts in (1, 5):  # of one expert, half of the ranks have none
+            with self.subTest(experts=experts):
+                args = ("--experts", experts, "--top-k", 1)
+                self.assert_close(self.run_model(*args, *EP_2_FSDP_2, steps=5), self.run_model(*args, steps=5, num_ranks=1),
+                                  limit=LIMIT)
+
+    def test_load_is_that_of_all_ranks(self):
+        """In the first step, before the last digits of parameters can select other experts."""
+        loads = [self.run_model(*args, steps=1).lines[0]["load"] for args in ((), EP_2_FSDP_2)]
+        self.assertEqual(*loads)
+
+    def test_checkpoints_go_from_mesh_to_mesh(self):
+        file = self.directory / "checkpoint"
+        whole = self.run_model(steps=8, num_ranks=1)
+        for first, second in (((), EP_2_FSDP_2), (EP_2_FSDP_2, ("--fsdp", RANKS))):
+            with self.subTest(first=first, second=second):
+                self.run_model(*first, "--checkpoint", file, steps=4)
+                run = self.run_model(*second, "--resume", file, steps=8)
+                self.assertLessEqual(train_runs.largest_deviation(run.losses, whole.losses[4:]), LIMIT)
+
+    def test_bad_options(self):
+        for args, words in ((("--ep", 3), ("--ep is 3", "4 ranks")),
+                            (("--ep", 2, "--fsdp", 1), ("--ep 2", "--fsdp 1", "mesh of 2 ranks")),
+                            (("--ep", 0), ("--ep", "Value 0")),
+                            (("--fsdp", 2, "--path", "native"), ("--fsdp", "--path native")),
+                            (("--ep", 2, "--capacity-factor", 2), ("--capacity-factor", "--ep"))):
+            with self.subTest(args):
+                self.assert_refused(self.launch(RANKS, "--steps", 1, *args), *words)
+
+
+if __name__ == "__main__":
+    train_runs.main()
