@@ -24,6 +24,7 @@ public:
   virtual bool is_host() const = 0;
   virtual epx_stream stream() const = 0;          // for the calls of epx; NULL on the host
   virtual double available_memory() const = 0;    // bytes that this process can have there
+  virtual double peak_memory() const = 0;         // bytes in use there, the most so far; on a GPU all processes', now
   virtual void* allocate(size_t bytes) = 0;       // throws Error
   virtual void free(void* memory) noexcept = 0;   // accepts NULL
   virtual void clear(void* to, size_t bytes) = 0; // sets all bytes to 0

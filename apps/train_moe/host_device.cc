@@ -3,8 +3,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <limits>
 #include <new>
+#include <string>
 
 #include <sys/resource.h>
 #include <sys/sysinfo.h>
@@ -30,6 +32,17 @@ public:
     if (getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
       bytes = std::min(bytes, static_cast<double>(limit.rlim_cur));
     return bytes;
+  }
+  double peak_memory() const override {
+    std::ifstream status("/proc/self/status");
+    for (std::string word; status >> word;)
+      if (word == "VmHWM:") {
+        constexpr double kBytesPerKb = 1024;
+        double kilobytes = 0;
+        status >> kilobytes;
+        return kilobytes * kBytesPerKb;
+      }
+    return 0;
   }
   void* allocate(size_t bytes) override {
     void* const memory = ::operator new(bytes, std::nothrow);

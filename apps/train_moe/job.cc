@@ -2,6 +2,7 @@
 #include "apps/train_moe/job.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include <fmt/format.h>
 #include <nlohmann/json.hpp>
@@ -72,6 +73,8 @@ void Job::finish() {
   if (options_.measures_format_errors) write_format_errors();
   const double held_out = trainers_[0]->held_out_loss();
   const double entropy = text_.unigram_entropy();
+  const double peak_memory = world_.largest(device_->peak_memory());
+  const double rank_seconds = median(seconds_[0]) * world_.size();
   json times;
   for (size_t i = 0; i < trainers_.size(); ++i)
     times[name_of(trainers_[i]->path())] = 1e3 * median(seconds_[i]);
@@ -83,6 +86,10 @@ void Job::finish() {
               {"ranks", world_.size()},
               {"ep", mesh_.ep.size},
               {"fsdp", mesh_.fsdp.size},
+              {"last_loss", last_.loss},
+              {"perplexity", std::exp(last_.loss)},
+              {"tokens_per_second_per_rank", options_.model.batch / rank_seconds},
+              {"peak_memory_bytes", static_cast<int64_t>(peak_memory)},
               {"fsdp_bytes_per_step", {{"gathered", last_.traffic.gathered}, {"reduced", last_.traffic.reduced}}},
               {"median_ms_per_step", times}});
   world_.together([&] {

@@ -77,7 +77,7 @@ StepResult Trainer::step(int64_t step) {
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
   device_.synchronize();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  result.seconds = world_.slowest(seconds.count());
+  result.seconds = world_.largest(seconds.count());
   for (const auto& layer : model_.layers())
     result.load.push_back(layer->load());
   result.traffic = traffic_since(before);

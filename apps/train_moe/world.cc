@@ -79,9 +79,9 @@ void World::ordered_sum(std::span<const float> parts, std::span<float> sum) cons
   MPI_Bcast(sum.data(), count, MPI_FLOAT, size_ - 1, comm());
 }
 
-double World::slowest(double seconds) const {
-  double most = seconds;
-  MPI_Allreduce(&seconds, &most, 1, MPI_DOUBLE, MPI_MAX, comm());
+double World::largest(double value) const {
+  double most = value;
+  MPI_Allreduce(&value, &most, 1, MPI_DOUBLE, MPI_MAX, comm());
   return most;
 }
 

@@ -69,7 +69,7 @@ public:
   // however the parts are split over the ranks. `parts` has any number of parts, one after the other, of sum.size() elements.
   void ordered_sum(std::span<const float> parts, std::span<float> sum) const;
 
-  double slowest(double seconds) const; // returns the largest value of all ranks
+  double largest(double value) const; // returns the largest value of all ranks
   void barrier() const;
   [[noreturn]] void abort(int exit_code) const; // ends all ranks
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Meshes of EP and FSDP: what crosses the FSDP axis, and that the loss does not depend on the mesh or the path."""
+import math
+
 import train_runs
 from train_runs import TrainTest
 
 RANKS = 4
-HIDDEN, FFN, LAYERS = 16, 24, 2
+HIDDEN, FFN, LAYERS, BATCH = 16, 24, 2, 256
 EP_2_FSDP_2 = ("--ep", 2, "--fsdp", 2)
 # The load-balance loss is that of the tokens of each EP axis, so meshes are compared without it.
-MODEL = ("--batch", 256, "--hidden", HIDDEN, "--ffn", FFN, "--layers", LAYERS, "--context", 4, "--aux-loss", 0)
+MODEL = ("--batch", BATCH, "--hidden", HIDDEN, "--ffn", FFN, "--layers", LAYERS, "--context", 4, "--aux-loss", 0)
 LIMIT = 1e-5  # relative, where sums have another order
 
 
@@ -30,6 +32,7 @@ class Mesh(TrainTest):
 
     def test_one_loss(self):
         one = self.run_model()
+        self.assertEqual(self.run_model("--path", "native").losses, one.losses)
         deviations = []
         for args in (("--path", "ring"), ("--path", "ragged"), EP_2_FSDP_2, ("--path", "ring", *EP_2_FSDP_2)):
             with self.subTest(args):
@@ -42,6 +45,14 @@ class Mesh(TrainTest):
                 args = ("--experts", experts, "--top-k", 1)
                 self.assert_close(self.run_model(*args, *EP_2_FSDP_2, steps=5), self.run_model(*args, steps=5, num_ranks=1),
                                   limit=LIMIT)
+
+    def test_closing_line(self):
+        run = self.run_model(*EP_2_FSDP_2, steps=2)
+        self.assertEqual(run.final["last_loss"], run.losses[-1])
+        self.assertAlmostEqual(run.final["perplexity"], math.exp(run.losses[-1]))
+        seconds = run.final["median_ms_per_step"]["dispatch"] / 1e3
+        self.assertAlmostEqual(run.final["tokens_per_second_per_rank"] * seconds * RANKS, BATCH)
+        self.assertGreater(run.final["peak_memory_bytes"], 2**20)
 
     def test_load_is_that_of_all_ranks(self):
         """In the first step, before the last digits of parameters can select other experts."""

@@ -37,6 +37,11 @@ public:
     require(cudaMemGetInfo(&available, &all), "cudaMemGetInfo");
     return static_cast<double>(available);
   }
+  double peak_memory() const override { // arrays and groups keep what they have taken
+    size_t available = 0, all = 0;
+    require(cudaMemGetInfo(&available, &all), "cudaMemGetInfo");
+    return static_cast<double>(all - available);
+  }
   void* allocate(size_t bytes) override {
     void* memory = nullptr;
     const cudaError_t error = cudaMalloc(&memory, bytes);
