@@ -9,7 +9,7 @@ cd "$source_root"
 
 readonly train=build/apps/train_moe/train_moe ranks=4 limit_s=300
 rows=("--path dispatch" "--path ring" "--path ragged")
-[[ $* == *cuda* ]] || rows+=("--path native")
+[[ $* == *cuda* ]] || rows+=("--path native" "--path dense")
 rows+=("--path dispatch --ep 2 --fsdp 2" "--path ring --ep 2 --fsdp 2" "--path dispatch --ep 1 --fsdp 4")
 
 say "Building ${train#build/}" >&2

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// MoeLayer is one MoE layer as the model uses it; the three implementations differ in how tokens reach their experts. Those of
+// MoeLayer is one MoE layer as the model uses it; the implementations differ in how tokens reach their experts. Those of
 // epx compute on any Device, the others on the host.
 #pragma once
 
@@ -68,6 +68,8 @@ std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& worl
                                          const Options& options, WholeExperts experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
+std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,
+                                           Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_replicated_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                 Parameters& parameters, Experts experts);
 

@@ -16,9 +16,9 @@
 namespace train {
 namespace {
 
-const std::map<std::string, Path> kPaths{{"dispatch", Path::dispatch}, {"ring", Path::ring},
-                                         {"ragged", Path::ragged},     {"native", Path::native},
-                                         {"both", Path::both},         {"replicated", Path::replicated}};
+const std::map<std::string, Path> kPaths{{"dispatch", Path::dispatch},    {"ring", Path::ring},   {"ragged", Path::ragged},
+                                         {"native", Path::native},        {"dense", Path::dense}, {"both", Path::both},
+                                         {"replicated", Path::replicated}};
 
 const std::map<std::string, DeviceKind> kDevices{{"host", DeviceKind::host}, {"cuda", DeviceKind::cuda}};
 const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}};
@@ -107,7 +107,8 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--aux-loss", options.aux_loss, "coefficient of the load-balance loss")->capture_default_str();
   app.add_option("--path", path_name,
                  "how tokens reach their experts: dispatch, ring, ragged (the paths of epx's block), native "
-                 "(MPI_Alltoallv of permuted rows), both (dispatch and native side by side, with the time per step of "
+                 "(MPI_Alltoallv of permuted rows), dense (all tokens to all ranks, whose experts compute all of them), "
+                 "both (dispatch and native side by side, with the time per step of "
                  "each), replicated (not at all: each rank computes all experts)")
       ->check(CLI::IsMember(&kPaths))
       ->capture_default_str();

@@ -17,6 +17,7 @@ enum class Path {
   ring,       // likewise
   ragged,     // likewise
   native,     // the baseline without epx: counts, then MPI_Alltoallv of permuted rows
+  dense,      // the other baseline: all tokens to all ranks, whose experts compute all of them
   replicated, // not at all: each rank computes all experts on its tokens
   both        // dispatch and native side by side, step by step
 };

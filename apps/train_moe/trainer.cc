@@ -40,6 +40,8 @@ Trainer::Trainer(const World& world, const Mesh& mesh, Device& device, const Opt
   for (const Experts& experts : model_.experts()) {
     if (path == Path::native)
       layers.push_back(make_alltoallv_layer(world, options.model, options.aux_loss, parameters_, experts));
+    else if (path == Path::dense)
+      layers.push_back(make_dense_layer(world, options.model, options.aux_loss, parameters_, experts));
     else
       layers.push_back(make_replicated_layer(world, options.model, options.aux_loss, parameters_, experts));
   }

@@ -63,10 +63,10 @@ class CommandLine(TrainTest):
         self.assertEqual(run.stdout, "")
 
     def test_options_that_need_or_exclude_others(self):
-        for path in ("replicated", "native", "both"):
+        for path in ("native", "dense", "replicated", "both"):
             self.refuse("--device", "cuda", "--path", path, words=[f"--path {path}", "--device cuda", "--path dispatch"])
         self.refuse("--dtype", "bf16", words=["--dtype bf16", "--device host"])
-        for path in ("ring", "ragged", "native", "replicated", "both"):
+        for path in ("ring", "ragged", "native", "dense", "replicated", "both"):
             self.refuse("--dispatch-format", "fp8-mx", "--path", path, words=["--dispatch-format fp8-mx", f"--path {path}"])
             self.refuse("--format-errors", "--path", path, words=["--format-errors", f"--path {path}"])
             self.refuse("--recipe", "fp8", "--path", path, words=["--recipe fp8", f"--path {path}"])
@@ -151,7 +151,7 @@ class Texts(TrainTest):
 class Divergence(TrainTest):
     def test_logits_that_are_not_numbers(self):
         """All ranks find out and end, though the exchange of the step never takes place."""
-        for args in ([], ["--path", "native"], ["--path", "replicated"]):
+        for args in ([], ["--path", "native"], ["--path", "dense"], ["--path", "replicated"]):
             with self.subTest(args=args):
                 run = self.launch(3, "--steps", 50, "--lr", 1e30, *args, timeout=30)
                 self.assert_refused(run, "step 2", "layer 0", "rank 0", "256 tokens", "--lr", status=FAILURE)

@@ -34,7 +34,7 @@ class Mesh(TrainTest):
         one = self.run_model()
         self.assertEqual(self.run_model("--path", "native").losses, one.losses)
         deviations = []
-        for args in (("--path", "ring"), ("--path", "ragged"), EP_2_FSDP_2, ("--path", "ring", *EP_2_FSDP_2)):
+        for args in (("--path", "ring"), ("--path", "ragged"), ("--path", "dense"), EP_2_FSDP_2, ("--path", "ring", *EP_2_FSDP_2)):
             with self.subTest(args):
                 deviations.append(self.assert_close(self.run_model(*args), one, limit=LIMIT))
         self.report(f"losses differ from those of dispatch on one axis by at most {max(deviations):.1e}")
@@ -43,8 +43,9 @@ class Mesh(TrainTest):
         for experts in (1, 5):  # of one expert, half of the ranks have none
             with self.subTest(experts=experts):
                 args = ("--experts", experts, "--top-k", 1)
-                self.assert_close(self.run_model(*args, *EP_2_FSDP_2, steps=5), self.run_model(*args, steps=5, num_ranks=1),
-                                  limit=LIMIT)
+                one = self.run_model(*args, steps=5, num_ranks=1)
+                for mesh in (EP_2_FSDP_2, ("--path", "dense")):
+                    self.assert_close(self.run_model(*args, *mesh, steps=5), one, limit=LIMIT)
 
     def test_closing_line(self):
         run = self.run_model(*EP_2_FSDP_2, steps=2)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 TEXT = pathlib.Path("/usr/share/common-licenses/GPL-3")  # the program's default
 FORMATS = ("fp8-block128", "fp8-block128-pow2", "fp8-mx", "fp8-e5m2-mx", "fp4-nv")
 FP8_RECIPES = ("fp8_activations", "fp8")
-PATHS = ("dispatch", "ring", "ragged", "native", "replicated", "both")
+PATHS = ("dispatch", "ring", "ragged", "native", "dense", "replicated", "both")
 SUCCESS, FAILURE, USAGE = 0, 1, 2  # the program's exit statuses
 SKIPPED = 77  # a test's, as Meson knows it
 
