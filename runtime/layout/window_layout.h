@@ -371,7 +371,7 @@ inline WindowLayout make_window_layout(const GroupShape& shape, WindowAccess acc
   append(layout.board, ranks, kExchangeRecordBytes);
   append(layout.counts, checked_mul(2 * ranks, shape.num_experts, what), has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));
   append_for_kernels(layout.gathered_routes, 2 * ranks * layout.gathered_routes_per_rank, sizeof(LlPacket8));
-  append(layout.slice_records, (has_kernels ? 2 : 1) * kNumSliceFields * EPX_MAX_SLICES,
+  append(layout.slice_records, int64_t{has_kernels ? 2 : 1} * kNumSliceFields * EPX_MAX_SLICES,
          has_kernels ? sizeof(LlPacket8) : sizeof(int32_t));
   append(layout.ll_slot_records, shape.max_recv_tokens, kLlSlotRecordBytes);
   append_for_kernels(layout.first_slots, ranks * tokens, sizeof(LlPacket8));
