@@ -12,7 +12,7 @@ import numpy
 from . import _moe_structs
 from ._formats import RowFormat, require_wire_only
 from ._lifetime import LocalMemory, Unique, destroy_abandoned, finalize
-from ._moe_structs import FP8_PARAMS, PARAMS, Activation, FfnParams, Fp8Params, Recipe, Score, Weighting
+from ._moe_structs import FP8_PARAMS, PARAMS, Activation, FfnParams, Fp8Params, Path, Recipe, Score, Weighting
 from ._tensors import dtype_code, dtype_of, output, tensor
 from ._values import integer, member, refuse, refuse_destroyed, require_kind, require_shape, set_fields
 from .errors import raise_call_failed, raise_if_failed
@@ -73,14 +73,14 @@ class Ffn:
         return config
 
 
-def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_format, recipe, alignment, **fields):
-    """An epx_moe_block_config. dtype: its code.  weighting, alignment: None for what suits the recipe.  fields: others of it,
-    integers."""
+def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_format, recipe, path, alignment, **fields):
+    """An epx_moe_block_config. dtype: its code.  weighting, alignment: None for what suits the recipe and the path.  fields:
+    others of it, integers."""
     require_kind("router", router, Router)
     require_kind("ffn", ffn, Ffn)
-    recipe = member(Recipe, recipe, "recipe")
+    recipe, path = member(Recipe, recipe, "recipe"), member(Path, path, "path")
     if weighting is None:
-        weighting = Weighting.LATE if recipe == Recipe.WIDE else Weighting.EARLY
+        weighting = Weighting.LATE if recipe == Recipe.WIDE and path == Path.DISPATCH else Weighting.EARLY
     if alignment is None:
         alignment = 1 if recipe == Recipe.WIDE else _FP8_ALIGNMENT
     config = _moe_structs.BlockConfig()
@@ -90,7 +90,7 @@ def make_block_config(num_experts, router, ffn, dtype, weighting, dispatch_forma
         require_wire_only("dispatch_format", dispatch_format)
         config.dispatch_format = ctypes.pointer(dispatch_format.to_c())
     weighting = member(Weighting, weighting, "weighting")
-    set_fields(config, dtype=dtype, weighting=weighting, recipe=recipe, alignment=alignment, **fields)
+    set_fields(config, dtype=dtype, weighting=weighting, recipe=recipe, path=path, alignment=alignment, **fields)
     return config
 
 
@@ -181,17 +181,23 @@ class Block(Unique):
 
     group: on the host transport, or None for a layer whose experts are all on this rank, with num_experts E.
     dtype: "float32"; without a group also "float64".  weighting: "late" or "early"; default: "late", with a recipe in FP8
-    "early".  alignment: rows that zones are padded to; default: 1, with a recipe in FP8 16.  max_in_flight: forwards whose
-    backward is still to come, each in a flight of its own.  recompute: the backward computes the FFN's activations again instead
-    of keeping them.  max_tokens_per_rank: the largest T, without a group.  dispatch_format: an epx.RowFormat with wire_only, in
-    which the forward's rows travel to their experts, also where these are on the same rank. Gradients pass straight through.
-    dtype is then float32.
+    or another path than "dispatch" "early".  alignment: rows that zones are padded to; default: 1, with a recipe in FP8 16.
+    max_in_flight: forwards whose backward is still to come, each in a flight of its own.  recompute: the backward computes the
+    FFN's activations again instead of keeping them.  max_tokens_per_rank: the largest T, without a group.  dispatch_format: an
+    epx.RowFormat with wire_only, in which the forward's rows travel to their experts, also where these are on the same rank.
+    Gradients pass straight through. dtype is then float32.
 
     recipe: which products of the experts multiply float8_e4m3fn, a Recipe or its name: "wide", none; "fp8_activations", those of
     the forward and of the rows' gradients; "fp8", all. With the latter two rows travel to their experts in FP8, and gradients
     pass straight through the quantisers. Parameters are then what quantise_params() returns. dtype is float32, the activation
     "swiglu", the weighting "early", H and F are multiples of 128, and there is no dispatch_format; with "fp8" the alignment is
     a multiple of 16.
+
+    path: how rows come to their experts and back, a Path or its name: "dispatch", a row travels once to each rank of its
+    experts; "ring", all tokens come to every rank, and partial sums of them go home, with the bits of "dispatch" in a group of
+    precision "wire"; "ragged", each rank sorts its rows by expert, and a row travels once to each expert, with the bits of
+    "dispatch" in a group of precision "exact". With the latter two the weighting is "early", the recipe "wide", there is no
+    dispatch_format, and the group has room for all routes. Without a group all are the same.
 
     Created by all ranks of the group. destroy() is collective, since it frees memory that peers reach. Of a block that nobody
     refers to any more, the rank's own memory is freed by the next creation or destroy(), and what peers reach at the end of the
@@ -213,6 +219,7 @@ class Block(Unique):
         recompute=False,
         dispatch_format=None,
         recipe="wide",
+        path="dispatch",
     ):
         if group is not None:
             group.require_host()
@@ -231,6 +238,7 @@ class Block(Unique):
             weighting,
             dispatch_format,
             recipe,
+            path,
             alignment,
             max_in_flight=max_in_flight,
             max_tokens_per_rank=max_tokens_per_rank,
@@ -362,4 +370,4 @@ class Block(Unique):
         raise_if_failed(status)
 
 
-__all__ = ["Activation", "Block", "Ffn", "Output", "Recipe", "Router", "Score", "Weighting", "quantise_params"]
+__all__ = ["Activation", "Block", "Ffn", "Output", "Path", "Recipe", "Router", "Score", "Weighting", "quantise_params"]

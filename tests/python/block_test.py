@@ -435,6 +435,42 @@ class Blocks(unittest.TestCase):
                 numpy.testing.assert_allclose(losses, wide, 0.05, 2e-3 * wide[0])
                 self.assertTrue((losses != wide).all())
 
+    def test_a_paths(self):
+        """The bits are those of path "dispatch" in a group of the precision that sums as the path does."""
+        sizes = dict(num_experts=EXPERTS, max_tokens_per_rank=8, hidden_dim=HIDDEN, max_top_k=4, max_token_dtype="float32")
+        parts = dict(router=epx.moe.Router(4), ffn=epx.moe.Ffn(HIDDEN, FFN))  # sums of two have one order
+        data = Data([0 if RANKS > 1 and rank == RANKS - 1 else 3 + rank for rank in range(RANKS)])
+        given = [each[RANK].astype(numpy.float32) for each in (data.tokens, data.logits, data.grad_out)]
+        for path, precision in {"ring": "wire", "ragged": "exact", epx.moe.Path.RAGGED: "exact"}.items():
+            with ranks.directory_bootstrap(f"block-{path}") as bootstrap:
+                options = dict(combine_precision=precision, transport="host", timeout=ranks.TIMEOUT_SECONDS)
+                group = epx.Group(bootstrap, **options, **sizes)
+            with group, self.subTest(path=path):
+                first, count = group.first_local_expert, group.num_local_experts
+                params = weights(data, slice(first, first + count))
+                for options in ({}, dict(alignment=4, recompute=True)):
+                    with epx.moe.Block(group, weighting="early", **options, **parts) as block:
+                        wanted = run(block, *given, params)
+                    with epx.moe.Block(group, path=path, **options, **parts) as block:
+                        found = run(block, *given, params)
+                    for one, other in zip(found, wanted):
+                        numpy.testing.assert_array_equal(one, other)
+                self.check_refused_paths(group)
+                group.check()
+
+    def check_refused_paths(self, group):
+        alone, nv = dict(num_experts=EXPERTS, max_tokens_per_rank=8), epx.RowFormat("nv", wire_only=True)
+        for words, changes in {
+            "path is 'star'; it must be one of 'dispatch', 'ring', 'ragged'": dict(path="star"),
+            "path is 3; it must be one of": dict(path=3),
+            "weighting is EPX_MOE_WEIGHT_LATE (0); on path ring it must be EARLY (1)": dict(weighting="late"),
+            "recipe is fp8_activations; on path ring it must be wide": dict(recipe=RECIPES[0], ffn=epx.moe.Ffn(128, 128)),
+            "dispatch_format is given; on path ring it must be NULL": dict(dispatch_format=nv),
+        }.items():
+            options = {"path": "ring", **config(), **changes}
+            ranks.refused(self, words, lambda: epx.moe.Block(None, **alone, **options))
+            ranks.refused(self, words, lambda: epx.moe.Block(group, **options))
+
 
 if __name__ == "__main__":
     ranks.main()

@@ -551,6 +551,31 @@ class Layers(unittest.TestCase):
                 self.make_layer(group, arena=arena)
             group.check()
 
+    @unittest.skipIf(ranks.num_nodes() > 1, "a path of slices needs a group of one node")
+    def test_3c_paths(self):
+        """The bits are those of path "dispatch" in a group of the precision that sums as the path does."""
+        tokens = single(Data(NUM_TOKENS, 1, seed=13).tokens[RANK]).requires_grad_()
+        for path, precision in {"ring": "wire", "ragged": "exact"}.items():
+            with make_group(combine_precision=precision) as group, self.subTest(path=path):
+                sizes = dict(router=epx.moe.Router(3), ffn=epx.moe.Ffn(HIDDEN, INNER))
+                arena = epx.torch.Arena(group, path=path, **sizes)
+                found = []
+                for options in (dict(weighting="early"), dict(path=path), dict(path=path, arena=arena)):
+                    layer = self.make_layer(group, top_k=3, bias=True, seed=3, **options)
+                    out = layer(tokens)
+                    found.append([out, *gradients(out.sin().sum(), [tokens, *layer.parameters()])])
+                    layer.destroy()
+                for other in found[1:]:
+                    torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+                for words, options in {
+                    "path is 'star'; it must be one of 'dispatch', 'ring', 'ragged'": dict(path="star"),
+                    f"weighting is EPX_MOE_WEIGHT_LATE (0); on path {path} it must be EARLY (1)": dict(weighting="late"),
+                }.items():
+                    ranks.refused(self, words, lambda: self.make_layer(group, **{"path": path, **options}))
+                ranks.refused(self, "path is 'star'", lambda: epx.torch.Arena(group, path="star", **sizes))
+                arena.destroy()
+                group.check()
+
     def test_4_balance(self):
         with make_group() as group:
             options = dict(router=epx.moe.Router(2, aux_loss_coeff=0.5), ffn=epx.moe.Ffn(HIDDEN, INNER), selection_bias=True)

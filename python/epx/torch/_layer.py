@@ -15,7 +15,7 @@ from .._lifetime import LocalMemory, destroy_abandoned, finalize
 from .._structs import DTYPES, Status
 from .._values import refuse, refuse_choice, refuse_destroyed, refuse_dtype, require_kind, set_fields
 from ..errors import last_sentence, raise_call_failed, raise_if_failed
-from ..moe import Ffn, Recipe, Router, make_block_config
+from ..moe import Ffn, Path, Recipe, Router, make_block_config
 from ._block import WEIGHTS, Block, Fp8Block, KeptWeights, params_of, require_masters
 from ._gathered import GatheredWeights, gather_in_fp8
 from ._group import Group, OutOfMemoryError, call, require_usable
@@ -38,11 +38,11 @@ def _(block, global_counts, rate, selection_bias):
     return None
 
 
-def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, dispatch_format=None):
+def _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, path, dispatch_format=None):
     require_kind("group", group, Group)
     if dtype not in _DTYPES:
         refuse_dtype("dtype", dtype, _DTYPES)
-    options = weighting, dispatch_format, recipe, alignment
+    options = weighting, dispatch_format, recipe, path, alignment
     return make_block_config(group.num_experts, router, ffn, DTYPES[_DTYPES[dtype]], *options, recompute=bool(recompute))
 
 
@@ -75,10 +75,10 @@ def _free_block(number, block):
 class Arena:
     """The memory of several layers of a group: flights, and what a call needs while it runs.
 
-    router, ffn, dtype, weighting, alignment, recompute, recipe: those of the layer that needs the most.  num_flights: forwards of
-    all layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0: the group's
-    R. Routes beyond are dropped, which group.check() tells.  Created by all ranks, and destroyed by all of them, after its
-    layers; one that nobody destroys is freed as a layer is.
+    router, ffn, dtype, weighting, alignment, recompute, recipe, path: those of the layer that needs the most.  num_flights:
+    forwards of all layers together whose backward is still to come.  max_rows: the most rows that a rank receives in a call; 0:
+    the group's R. Routes beyond are dropped, which group.check() tells; other paths than "dispatch" refuse too few.
+    Created by all ranks, and destroyed by all of them, after its layers; one that nobody destroys is freed as a layer is.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class Arena:
         alignment: int | None = None,
         recompute: bool = False,
         recipe: Recipe | str = "wide",
+        path: Path | str = "dispatch",
     ):
         self.group = group
-        block = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe)
+        block = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, path)
         config = _moe_structs.ArenaConfig()
         raise_if_failed(_moe_structs.epx_moe_arena_config_init(config, ctypes.sizeof(config)))
         config.block = ctypes.pointer(block)
@@ -151,13 +152,16 @@ class MoELayer(torch.nn.Module):
     group: an epx.torch.Group, whose hidden_dim, max_top_k and max_alignment the layer must fit.  router: an epx.moe.Router.
     ffn: an epx.moe.Ffn.  bias: whether the experts have biases.  selection_bias: whether the router has a bias for selection
     (DeepSeek-V3), a buffer that update_selection_bias() changes.  dtype: of tokens and experts; float32 on the host transport.
-    weighting: "late" or "early"; default: "late", with a recipe in FP8 "early".  alignment: rows that zones are padded to;
-    default: 1, with a recipe in FP8 16.  max_in_flight: forwards whose backward is still to come; a checkpointed forward is none.
+    weighting: "late" or "early"; default: "late", with a recipe in FP8 or another path than "dispatch" "early".  alignment:
+    rows that zones are padded to; default: 1, with a recipe in FP8 16.  max_in_flight: forwards whose backward is still to come;
+    a checkpointed forward is none.
     arena: an Arena that it shares with other layers, instead of max_in_flight flights of its own.  recompute: the backward
     computes the FFN's activations again.  dispatch_format: an epx.RowFormat with wire_only, in which the forward's tokens travel
     to their experts, also where these are on the same rank; gradients pass straight through.
     recipe: which products of the experts multiply float8_e4m3fn, "wide", "fp8_activations" or "fp8", as epx.moe.Block has them;
-    see below.  reduce_gradients: "mean" or "none", see below.
+    see below.  path: how rows come to their experts and back, "dispatch", "ring" or "ragged", as epx.moe.Block has them; with
+    the latter two the weighting is "early", the recipe "wide", and there is no dispatch_format.
+    reduce_gradients: "mean" or "none", see below.
     seed: experts and router are drawn from it alone, so all ranks have the same router, and the experts do not depend on the
     number of ranks; with None all parameters are 0.
 
@@ -200,6 +204,7 @@ class MoELayer(torch.nn.Module):
         recompute: bool = False,
         dispatch_format: RowFormat | None = None,
         recipe: Recipe | str = "wide",
+        path: Path | str = "dispatch",
         reduce_gradients: str = "mean",
         seed: int | None = 0,
     ):
@@ -209,7 +214,7 @@ class MoELayer(torch.nn.Module):
         self.group, self.router, self.ffn, self.reduce_gradients = group, router, ffn, reduce_gradients
         self.aux_loss_grad = 1.0
         # Which refuses what is no group.
-        config = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, dispatch_format)
+        config = _make_config(group, router, ffn, dtype, weighting, alignment, recompute, recipe, path, dispatch_format)
         self.recipe, self._dtype, self._recomputes = Recipe(config.recipe), dtype, bool(recompute)
         if bias and self.recipe != Recipe.WIDE:
             refuse("bias is True; with a recipe in FP8 experts have no biases")
