@@ -3,21 +3,12 @@
 
 #include <chrono>
 #include <exception>
-#include <numeric>
-#include <span>
 #include <vector>
 
-#include "apps/train_moe/errors.h"
 #include "epx/epx_mpi.hpp"
 
 namespace train {
 namespace {
-
-// Rows of a matrix in some memory.
-struct Rows {
-  const float* data;
-  int64_t count;
-};
 
 // Slices, one to each rank of the axis.
 struct Slices {
@@ -26,22 +17,13 @@ struct Slices {
 
 void move(const FsdpAxis& axis, const SplitMatrix& matrix, const Slices& slices, const float* operand, int64_t operand_rows,
           float* output, int64_t output_rows) {
-  const epx::ConstTensor from(operand, EPX_FLOAT32, {operand_rows, matrix.width});
-  const epx::Tensor to(output, EPX_FLOAT32, {output_rows, matrix.width});
-  const epx::ConstTensor input_offsets = matrix.integers(slices.input_offsets);
-  const epx::ConstTensor send_sizes = matrix.integers(slices.send_sizes);
-  const epx::ConstTensor output_offsets = matrix.integers(slices.output_offsets);
-  const epx::ConstTensor recv_sizes = matrix.integers(slices.recv_sizes);
-  epx_ragged_all_to_all_args args = {};
-  args.struct_size = sizeof(args);
-  args.stream = axis.device().stream();
-  args.operand = from.get();
-  args.output = to.get();
-  args.input_offsets = input_offsets.get();
-  args.send_sizes = send_sizes.get();
-  args.output_offsets = output_offsets.get();
-  args.recv_sizes = recv_sizes.get();
-  epx::require_success(epx_ragged_all_to_all(axis.group().get(), &args), "epx_ragged_all_to_all");
+  axis.group().ragged_all_to_all({.stream = axis.device().stream(),
+                                  .operand = {operand, EPX_FLOAT32, {operand_rows, matrix.width}},
+                                  .output = {output, EPX_FLOAT32, {output_rows, matrix.width}},
+                                  .input_offsets = matrix.integers(slices.input_offsets),
+                                  .send_sizes = matrix.integers(slices.send_sizes),
+                                  .output_offsets = matrix.integers(slices.output_offsets),
+                                  .recv_sizes = matrix.integers(slices.recv_sizes)});
 }
 
 int64_t bytes_of(int64_t elements) {
