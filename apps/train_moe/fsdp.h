@@ -42,7 +42,9 @@ struct SplitMatrix {
     my_count, // likewise
     kNumIntegers
   };
-  epx::ConstTensor integers(Integers which) const { return {all_.data() + int64_t{which} * axis.size, EPX_INT32, {axis.size}}; }
+  epx::ConstTensor integers(Integers which) const {
+    return {all_.data() + int64_t{which} * axis.size, EPX_INT32, {axis.size}};
+  }
 
 private:
   Array<int32_t> all_; // [kNumIntegers, P]
