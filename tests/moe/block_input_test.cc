@@ -106,7 +106,13 @@ TEST_CASE("a bad block config is refused") {
        {"dispatch_format.recv_row_scales is given", "NULL"}},
       {[](Config& c) { spoiled_format(c, EPX_SCALING_NV); }, {"dispatch_format: H is 5", "nv", "even"}},
       {[](Config& c) { c.recipe = static_cast<epx_moe_recipe>(3); }, {"recipe is 3"}},
-      {[](Config& c) { c.reserved0 = 4; }, {"reserved0", "4"}},
+      {[](Config& c) { c.path = static_cast<epx_moe_path>(3); }, {"path is 3"}},
+      {[](Config& c) { c.path = EPX_MOE_PATH_RING; }, {"weighting", "path ring", "EARLY"}},
+      {[](Config& c) { spoiled_recipe(c).path = EPX_MOE_PATH_RAGGED; }, {"recipe is fp8", "path ragged", "wide"}},
+      {[](Config& c) {
+         spoiled_format(c).recv_scales = nullptr, c.weighting = EPX_MOE_WEIGHT_EARLY, c.path = EPX_MOE_PATH_RING;
+       },
+       {"dispatch_format is given", "path ring", "NULL"}},
       {[](Config& c) { spoiled_recipe(c).ffn.hidden_dim = 192; }, {"ffn.hidden_dim is 192", "128"}},
       {[](Config& c) { spoiled_recipe(c).ffn.ffn_dim = 4; }, {"ffn.ffn_dim is 4", "128"}},
       {[](Config& c) { spoiled_recipe(c).ffn.activation = EPX_MOE_RELU2; }, {"ffn.activation is 2", "SWIGLU"}},

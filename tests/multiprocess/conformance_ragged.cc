@@ -60,13 +60,13 @@ void run_all(const Problems& problems, Placement placement, uint64_t seed) {
 // ---- Slices that do not move -------------------------------------------------------------------------------------------
 
 // Makes a slice bad that has rows.
-using Spoil = void (*)(Slices& all, Slice bad);
+using SpoilSlice = void (*)(Slices& all, Slice bad);
 
 void set_sizes(Slices& all, Slice bad, int64_t size) {
   all.send_size(bad) = all.recv_size(bad) = size;
 }
 
-constexpr Spoil kSpoils[] = {
+constexpr SpoilSlice kSpoils[] = {
     // The two ranks disagree.
     [](Slices& all, Slice bad) { ++all.recv_size(bad); },
     [](Slices& all, Slice bad) { --all.recv_size(bad); },
@@ -92,7 +92,7 @@ constexpr Spoil kSpoils[] = {
     [](Slices& all, Slice bad) { set_sizes(all, bad, kInt32Max); },
 };
 
-constexpr Spoil kWideSpoils[] = {
+constexpr SpoilSlice kWideSpoils[] = {
     // Most of these would be right if they were cut to 32 bits.
     [](Slices& all, Slice bad) { all.recv_size(bad) += kTwoTo32; },
     [](Slices& all, Slice bad) { all.send_size(bad) -= kTwoTo32; },
@@ -114,7 +114,7 @@ constexpr Spoil kWideSpoils[] = {
 };
 
 // Returns slices of which every second that has rows is bad, by each of `spoils` in turn.
-Slices bad_slices(const std::vector<Spoil>& spoils, Rng& rng) {
+Slices bad_slices(const std::vector<SpoilSlice>& spoils, Rng& rng) {
   const int wanted = 3 * static_cast<int>(spoils.size()); // a fifth has no rows
   Slices slices = random_slices(wanted / (num_ranks() * num_ranks()) + 1, 4, rng);
   size_t num_seen = 0;
@@ -129,7 +129,7 @@ Slices bad_slices(Rng& rng) {
 }
 
 Slices bad_wide_slices(Rng& rng) {
-  std::vector<Spoil> spoils(std::begin(kSpoils), std::end(kSpoils));
+  std::vector<SpoilSlice> spoils(std::begin(kSpoils), std::end(kSpoils));
   spoils.insert(spoils.end(), std::begin(kWideSpoils), std::end(kWideSpoils));
   return bad_slices(spoils, rng);
 }
