@@ -150,12 +150,13 @@ TEST_CASE("what kernels alone use takes no bytes where the host accesses windows
   const epx::GroupShape shape = epx::resolve(small_config(), 5);
   const epx::WindowLayout host = epx::make_window_layout(shape, epx::WindowAccess::by_host);
   for (const epx::Region& region :
-       {host.slice_flags, host.gathered_routes, host.first_slots, host.scatter_token_weights, host.scatter_ready_flags,
+       {host.gathered_routes, host.first_slots, host.scatter_token_weights, host.scatter_ready_flags,
         host.gather_ready_flags, host.ll_scatter_rows, host.ll_scatter_weights, host.ll_rank_major_routes,
         host.ll_gather_rows, host.ll_gather_weights})
     CHECK(region.bytes == 0);
   CHECK(host.call_descriptors.bytes == 5 * int64_t{sizeof(epx::CallDescriptor)} + 128); // rounded up to 256
   CHECK(host.counts.bytes == 512);                                                      // 2 * 5 * 10 * 4, rounded up
+  CHECK(host.slice_flags.bytes == 768);
   CHECK(host.total_bytes < epx::make_window_layout(shape, epx::WindowAccess::by_kernels).total_bytes);
 }
 
