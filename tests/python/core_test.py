@@ -425,7 +425,7 @@ class Layer(unittest.TestCase):
         bad = {
             "leaves (this|that) rank's tensor": ((0, RANKS), (0, -1), (1, 2)),
             r"in send_sizes and 1 rows in recv_sizes": ((1, -1), (1, 0)),
-            r"leaves the tensor of (rank [0-9]|this rank): 1 rows from row": ((2, 2 * RANKS), (2, -5)),
+            r"leaves the tensor of (rank [0-9]|this rank): it has 1 rows, and": ((2, 2 * RANKS), (2, -5)),
         }
         with make_group("slices") as group:
             for transposed in (False, True):
