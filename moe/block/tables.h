@@ -51,12 +51,12 @@ struct RingSlices {
   int64_t rows;
   int rank;
   SliceArrays to_all;     // by peer
-  int32_t* global_counts; // [P, E], or NULL: to be cleared
+  int32_t* global_counts; // [P, E]: to be cleared
   int64_t num_experts;
 
   EPX_HOST_DEVICE void operator()(int64_t i) const { // of the ranks
     to_all.set(i, 0, rows, rank * rows, rows);
-    for (int64_t e = 0; global_counts != nullptr && e < num_experts; ++e)
+    for (int64_t e = 0; e < num_experts; ++e)
       global_counts[i * num_experts + e] = 0;
   }
 };

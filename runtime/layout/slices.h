@@ -48,11 +48,21 @@ EPX_HOST_DEVICE inline int32_t told_size(int64_t size) {
 // What the author tells. `rows`: of its tensor.
 EPX_HOST_DEVICE inline int32_t told_size_of_author(int64_t size, int64_t input_offset, int64_t rows) {
   if (size <= 0) return told_size(size);
-  if (input_offset < 0 || size > rows || input_offset > rows - size) return kLeavesHere;
+  if (input_offset < 0 || input_offset > rows - size) return kLeavesHere;
   return static_cast<int32_t>(size);
 }
 EPX_HOST_DEVICE inline int32_t told_offset(int64_t offset) {
   return offset < 0 || offset > std::numeric_limits<int32_t>::max() ? kNoOffset : static_cast<int32_t>(offset);
+}
+
+// What a rank tells of slice i of its own, and of the i-th that it expects. Call is RaggedAllToAllCall.
+template <typename Call>
+EPX_HOST_DEVICE SliceRecord told_record(const Call& call, int64_t i) {
+  const auto integer = [&](const void* integers) { return integer_at(integers, call.integers_are_64, i); };
+  const int64_t input_offset = integer(call.input_offsets);
+  const int64_t rows = call.is_transposed ? call.output_rows : call.operand_rows;
+  return {told_size_of_author(integer(call.send_sizes), input_offset, rows), told_offset(input_offset),
+          told_offset(integer(call.output_offsets)), told_size(integer(call.recv_sizes))};
 }
 
 // `peer_rows`: of the peer's tensor.
@@ -60,7 +70,7 @@ EPX_HOST_DEVICE inline SliceFault fault_of(const SliceRecord& slice, int64_t pee
   if (slice.size == kLeavesHere) return SliceFault::leaves_author;
   if (slice.size != slice.recv_size || slice.size < 0) return SliceFault::sizes_differ;
   if (slice.size == 0) return SliceFault::none;
-  const bool leaves = slice.output_offset < 0 || slice.size > peer_rows || slice.output_offset > peer_rows - slice.size;
+  const bool leaves = slice.output_offset < 0 || slice.output_offset > peer_rows - slice.size;
   return leaves ? SliceFault::leaves_peer : SliceFault::none;
 }
 

@@ -117,9 +117,6 @@ private:
   enum class Flags : int { stored, copied }; // of a peer: that it has stored a round here, and copied one of this rank's
 
   __device__ int peer_of(int slice) const { return slice / slices_per_rank_; }
-  __device__ int64_t integer(const void* integers, int slice) const {
-    return integer_at(integers, params_.call.integers_are_64, slice);
-  }
   __device__ bool is_staged(int rank) const { return !has_registered_rows(call_, rank); }
   // In how many rounds the peers of a rank send it rows.
   __device__ int64_t rounds_of(int rank) const {
@@ -135,19 +132,11 @@ private:
            (static_cast<int>(flags) * call_.num_ranks() + peer) * int64_t{kMaxSliceRounds} + round;
   }
 
-  __device__ SliceRecord own_record(int i) const {
-    const RaggedAllToAllCall& call = params_.call;
-    const int64_t input_offset = integer(call.input_offsets, i);
-    const int64_t rows = call.is_transposed ? call.output_rows : call.operand_rows;
-    return {told_size_of_author(integer(call.send_sizes, i), input_offset, rows), told_offset(input_offset),
-            told_offset(integer(call.output_offsets, i)), told_size(integer(call.recv_sizes, i))};
-  }
-
   __device__ void tell() const {
     for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < static_cast<unsigned>(params_.call.num_slices);
          i += gridDim.x * blockDim.x) {
       const int slice = static_cast<int>(i);
-      const SliceRecord mine = own_record(slice);
+      const SliceRecord mine = told_record(params_.call, slice);
       const auto store = [&](SliceField field, int32_t value) {
         store_packet_relaxed_sys(packet_at(peer_of(slice), call_.rank(), field, slice), LlPacket8{value, call_.epoch()});
       };
@@ -172,7 +161,7 @@ private:
       value = packet.value;
       return ok;
     };
-    pair.own = own_record(i);
+    pair.own = told_record(params_.call, i);
     pair.theirs.recv_size = pair.own.recv_size;
     if (!read(SliceField::size, pair.theirs.size) || !read(SliceField::input_offset, pair.theirs.input_offset) ||
         !read(SliceField::output_offset, pair.theirs.output_offset) || !read(SliceField::recv_size, pair.own.recv_size))

@@ -46,23 +46,14 @@ public:
 
 private:
   int peer_of(int64_t slice) const { return static_cast<int>(slice / slices_per_rank_); }
-  int64_t integer(const void* integers, int64_t slice) const { return integer_at(integers, call_.integers_are_64, slice); }
   int32_t* record_at(int owner, int peer, SliceField field, int64_t j) const {
     return window_.at<int32_t>(owner, slice_record_offset(layout_, ranks_, peer, field, j, sizeof(int32_t)));
-  }
-
-  // Slice i of this rank, as it knows it before it has heard of the peer; and what it expects of the peer's.
-  SliceRecord own_record(int64_t i) const {
-    const int64_t input_offset = integer(call_.input_offsets, i);
-    const int64_t rows = call_.is_transposed ? call_.output_rows : call_.operand_rows;
-    return {told_size_of_author(integer(call_.send_sizes, i), input_offset, rows), told_offset(input_offset),
-            told_offset(integer(call_.output_offsets, i)), told_size(integer(call_.recv_sizes, i))};
   }
 
   // The windows are written before peers arrive, and read before they may complete, as CallExchange does.
   void tell() {
     for (int64_t i = 0; i < call_.num_slices; ++i) {
-      const SliceRecord mine = own_record(i);
+      const SliceRecord mine = told_record(call_, i);
       const int64_t j = i % slices_per_rank_;
       *record_at(peer_of(i), window_.rank, SliceField::size, j) = mine.size;
       *record_at(peer_of(i), window_.rank, SliceField::input_offset, j) = mine.input_offset;
@@ -92,7 +83,7 @@ private:
       const int64_t j = i % slices_per_rank_;
       const auto told = [&](SliceField field) { return *record_at(window_.rank, peer, field, j); };
       const CallDescriptor& descriptor = group_.protocol.descriptor_of(peer);
-      SliceRecord own = own_record(i);
+      SliceRecord own = told_record(call_, i);
       const SliceRecord theirs = {told(SliceField::size), told(SliceField::input_offset), told(SliceField::output_offset),
                                   own.recv_size};
       own.recv_size = told(SliceField::recv_size);
