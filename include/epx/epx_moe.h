@@ -641,6 +641,21 @@ typedef struct epx_moe_quantise_params_args {
  * epx_moe_ffn_fp8() wants that of the scales, too. */
 EPX_API epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args);
 
+/** Arguments of epx_moe_transpose_params(). */
+typedef struct epx_moe_transpose_params_args {
+  size_t struct_size;
+  const epx_moe_cuda* cuda;
+  /** [out] Transposed codes and scales: of each weight both or neither, of one weight at least. [in] The codes and scales
+   * of the weights whose transposes are given. The other tensors are not looked at. */
+  const epx_moe_fp8_params* fp8_params;
+} epx_moe_transpose_params_args;
+
+/** Writes the transposed codes and scales of weights from their codes and scales, with the bits that
+ * epx_moe_quantise_params() gives them: a block of 128 x 128 has the same codes and one scale either way. So ranks that have
+ * shards of weights can quantise them, gather codes and scales, and transpose these without the wide weights. On CUDA codes
+ * are aligned to 16 bytes. */
+EPX_API epx_status epx_moe_transpose_params(const epx_moe_transpose_params_args* args);
+
 /** Arguments of epx_moe_ffn_fp8(). */
 typedef struct epx_moe_ffn_fp8_args {
   size_t struct_size;

@@ -318,6 +318,11 @@ struct QuantiseParamsArgs {
   Fp8Tensors<Tensor> fp8_params = {}; // those that are not wanted are left out
 };
 
+struct TransposeParamsArgs {
+  const epx_moe_cuda* cuda = nullptr;
+  Fp8Tensors<Tensor> fp8_params = {}; // transposes that are not wanted are left out
+};
+
 struct FfnFp8Args {
   const epx_moe_cuda* cuda = nullptr;
   Fp8Params params = {};
@@ -710,6 +715,13 @@ inline void quantise_params(const QuantiseParamsArgs& args) {
   call.down_weight = args.down_weight.get();
   call.fp8_params = &made;
   require_success(epx_moe_quantise_params(&call), "epx_moe_quantise_params");
+}
+
+inline void transpose_params(const TransposeParamsArgs& args) {
+  const epx_moe_fp8_params params = args.fp8_params.c_params();
+  auto call = detail::c_args<epx_moe_transpose_params_args>(args);
+  call.fp8_params = &params;
+  require_success(epx_moe_transpose_params(&call), "epx_moe_transpose_params");
 }
 
 inline void ffn(const epx_moe_ffn_config& config, const FfnArgs& args) {

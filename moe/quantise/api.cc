@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The quantisers' part of the C API.
 #include <variant>
+#include <vector>
 
 #include "base/c_boundary.h"
 #include "epx/epx_moe.h"
@@ -189,5 +190,15 @@ epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args) {
                                                  {}},
                                                 format, experts, hidden, inner);
     run(place, args->cuda, {gate_up, down});
+  });
+}
+
+epx_status epx_moe_transpose_params(const epx_moe_transpose_params_args* args) {
+  return at_c_boundary(__func__, [&] {
+    const Place place = require_args(args);
+    const std::vector<CheckedTranspose> weights = require_transposes(args->fp8_params);
+    if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args->cuda, weights); });
+    for (const CheckedTranspose& weight : weights)
+      transpose(weight.transpose);
   });
 }

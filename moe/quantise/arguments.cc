@@ -68,6 +68,32 @@ WeightRows allow_weight_rows(const NamedTensor& codes, const NamedTensor& scales
   return {data_of<std::byte>(codes.tensor), data_of<std::byte>(scales.tensor), data_of<float>(row_scales.tensor), layout};
 }
 
+// Returns whether the transposes are given.
+bool is_transposed(const WeightTensors& tensors) {
+  require_both_or_neither(tensors.transposed_codes.tensor, tensors.transposed_codes.name, tensors.transposed_scales.tensor,
+                          tensors.transposed_scales.name);
+  return tensors.transposed_codes.tensor != nullptr;
+}
+
+// The codes have been checked, and have these dimensions.
+CheckedTranspose require_transpose(const WeightTensors& tensors, Dim matrices, Dim rows, Dim columns) {
+  const Blocks row_blocks = blocks_of(rows), column_blocks = blocks_of(columns);
+  const auto require = [&](const NamedTensor& named, epx_dtype dtype, Dim first, Dim second) {
+    require_tensor(named.tensor, named.name, {dtype}, {matrices, first, second});
+  };
+  require(tensors.scales, EPX_FLOAT32, row_blocks.dim(), column_blocks.dim());
+  require(tensors.transposed_codes, EPX_FLOAT8_E4M3, columns, rows);
+  require(tensors.transposed_scales, EPX_FLOAT32, column_blocks.dim(), row_blocks.dim());
+  return {tensors,
+          {.num_matrices = matrices.size,
+           .num_rows = rows.size,
+           .num_columns = columns.size,
+           .codes = data_of<const uint8_t>(tensors.codes.tensor),
+           .scales = data_of<const float>(tensors.scales.tensor),
+           .transposed_codes = data_of<uint8_t>(tensors.transposed_codes.tensor),
+           .transposed_scales = data_of<float>(tensors.transposed_scales.tensor)}};
+}
+
 } // namespace
 
 WireFormat require_block_format(const epx_row_format* format) {
@@ -77,11 +103,10 @@ WireFormat require_block_format(const epx_row_format* format) {
   return wire;
 }
 
-int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol) {
+int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol, int block) {
   const int64_t size = tensor.sizes[axis];
-  if (size == 0 || size % kQuantiseBlock != 0)
-    fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} = {}; it must be a multiple of {}, and not 0", name, symbol, size,
-         kQuantiseBlock);
+  if (size == 0 || size % block != 0)
+    fail(EPX_ERROR_INVALID_ARGUMENT, "{} has {} = {}; it must be a multiple of {}, and not 0", name, symbol, size, block);
   return size;
 }
 
@@ -166,6 +191,48 @@ CheckedWeights require_weights(const WeightTensors& tensors, const WeightsFormat
                              .given = allow_weight_rows(codes, scales, row_scales, format, matrices, rows, columns),
                              .transposed = allow_weight_rows(transposed_codes, transposed_scales, transposed_row_scales,
                                                              format, matrices, columns, rows)}};
+}
+
+std::vector<CheckedTranspose> require_transposes(const epx_moe_fp8_params* params) {
+  require_struct(params, "fp8_params");
+  const WeightTensors gate_up = {
+      .weights = {},
+      .codes = {params->gate_up_codes, "fp8_params.gate_up_codes"},
+      .scales = {params->gate_up_scales, "fp8_params.gate_up_scales"},
+      .row_scales = {},
+      .transposed_codes = {params->gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
+      .transposed_scales = {params->gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"},
+      .transposed_row_scales = {}};
+  const WeightTensors down = {.weights = {},
+                              .codes = {params->down_codes, "fp8_params.down_codes"},
+                              .scales = {params->down_scales, "fp8_params.down_scales"},
+                              .row_scales = {},
+                              .transposed_codes = {params->down_transposed_codes, "fp8_params.down_transposed_codes"},
+                              .transposed_scales = {params->down_transposed_scales, "fp8_params.down_transposed_scales"},
+                              .transposed_row_scales = {}};
+  const bool wants_gate_up = is_transposed(gate_up), wants_down = is_transposed(down);
+  require_wanted(gate_up.transposed_codes.tensor, gate_up.transposed_codes.name, down.transposed_codes.tensor,
+                 down.transposed_codes.name);
+  std::vector<CheckedTranspose> checked;
+  Dim experts{"E_l", kAnySize}, hidden{"H", kAnySize}, stacked{"2F", kAnySize}; // known once a weight has been checked
+  if (wants_down) {
+    const epx_tensor* const codes = down.codes.tensor;
+    require_tensor(codes, down.codes.name, {EPX_FLOAT8_E4M3}, {experts, hidden, {"F", kAnySize}});
+    experts.size = codes->sizes[0];
+    hidden.size = require_blocks(*codes, 1, down.codes.name, "H");
+    const Dim inner{"F", require_blocks(*codes, 2, down.codes.name, "F")};
+    stacked.size = 2 * inner.size;
+    checked.push_back(require_transpose(down, experts, hidden, inner));
+  }
+  if (wants_gate_up) {
+    const epx_tensor* const codes = gate_up.codes.tensor;
+    require_tensor(codes, gate_up.codes.name, {EPX_FLOAT8_E4M3}, {experts, stacked, hidden});
+    experts.size = codes->sizes[0];
+    stacked.size = require_blocks(*codes, 1, gate_up.codes.name, "2F", 2 * kQuantiseBlock);
+    hidden.size = require_blocks(*codes, 2, gate_up.codes.name, "H");
+    checked.push_back(require_transpose(gate_up, experts, stacked, hidden));
+  }
+  return checked;
 }
 
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones,

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string>
 #include <variant>
+#include <vector>
 
 #include "epx/epx_moe.h"
 #include "moe/cuda/cuda_call.h"
@@ -21,7 +22,8 @@ namespace epx::moe {
 WireFormat require_block_format(const epx_row_format* format);
 
 // Returns the size of a dimension that blocks cover.
-int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol);
+int64_t require_blocks(const epx_tensor& tensor, int axis, const char* name, const char* symbol,
+                       int block = kQuantiseBlock);
 
 // How many blocks a dimension has, for the shape of scales.
 struct Blocks {
@@ -80,6 +82,14 @@ WeightsFormat require_weights_format(const epx_row_format* format);
 // `weights` have been checked, and have these dimensions.
 CheckedWeights require_weights(const WeightTensors& tensors, const WeightsFormat& format, Dim matrices, Dim rows,
                                Dim columns);
+
+// Codes and scales of a weight, and those of its transpose. They are checked.
+struct CheckedTranspose {
+  WeightTensors tensors; // without `weights`
+  TransposeWeights transpose;
+};
+// Of the weights whose transposes are given.
+std::vector<CheckedTranspose> require_transposes(const epx_moe_fp8_params* params);
 
 QuantisedMatrix require_columns(const ColumnTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);
 QuantisedMatrix require_matrix(const MatrixTensors& tensors, const WireFormat& format, const RowZones& zones, Dim columns);

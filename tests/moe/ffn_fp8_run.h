@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 #include "epx/epx_moe.h"
 #include "tests/moe/ffn_run.h"
@@ -52,6 +53,22 @@ struct Fp8Params {
             gate_up_transposed_scales.get(),
             down_transposed_codes.get(),
             down_transposed_scales.get()};
+  }
+
+  void scribble_transposes() {
+    gate_up_transposed_codes.scribble();
+    gate_up_transposed_scales.scribble();
+    down_transposed_codes.scribble();
+    down_transposed_scales.scribble();
+  }
+
+  std::string difference_to(const Fp8Params& expected) const {
+    return difference(gate_up_codes, expected.gate_up_codes) + difference(gate_up_scales, expected.gate_up_scales) +
+           difference(down_codes, expected.down_codes) + difference(down_scales, expected.down_scales) +
+           difference(gate_up_transposed_codes, expected.gate_up_transposed_codes) +
+           difference(gate_up_transposed_scales, expected.gate_up_transposed_scales) +
+           difference(down_transposed_codes, expected.down_transposed_codes) +
+           difference(down_transposed_scales, expected.down_transposed_scales);
   }
 };
 

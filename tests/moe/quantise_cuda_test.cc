@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 #include <doctest/doctest.h>
 
+#include "tests/moe/ffn_fp8_run.h"
 #include "tests/moe/quantise_run.h"
 
 namespace epx::test {
@@ -35,6 +36,23 @@ TEST_CASE("quantised rows and weights have the bits of the host on any number of
     const QuantisedWeights on_cuda = run_quantise_weights(format, weights);
     const OnHost host;
     CHECK(on_cuda.difference_to(run_quantise_weights(format, weights)) == "");
+  }
+}
+
+TEST_CASE("transposed weights have the bits of quantised ones on any number of SMs") {
+  Rng rng(403);
+  const Fp8Params expected = quantised_params(random_params<float>({2, 256, 384, EPX_MOE_SWIGLU}, kStacked, rng));
+  for (const int num_sms : {1, 3, 0}) {
+    CAPTURE(num_sms);
+    Fp8Params made = expected;
+    made.scribble_transposes();
+    const epx_moe_fp8_params view = made.view();
+    epx_moe_cuda place = *place_of_call();
+    place.num_sms = num_sms;
+    const epx_moe_transpose_params_args args = {sizeof(args), &place, &view};
+    require_ok(epx_moe_transpose_params(&args), "epx_moe_transpose_params");
+    finish_call();
+    CHECK(made.difference_to(expected) == "");
   }
 }
 
@@ -193,6 +211,15 @@ TEST_CASE("tensors of a quantiser that are not aligned to 16 bytes are refused")
   params = good_params;
   made.down_transposed_codes = &moved_codes;
   CHECK(not_refused(epx_moe_quantise_params(&params), {"fp8_params.down_transposed_codes is at", "aligned"}) == "");
+  const epx_tensor down_codes = view_as(of_down.codes, EPX_FLOAT8_E4M3, {1, 128, 128});
+  made.down_codes = &down_codes;
+  made.down_scales = of_down.scales.get();
+  const epx_moe_transpose_params_args transpose = {sizeof(transpose), place_of_call(), &made};
+  CHECK(not_refused(epx_moe_transpose_params(&transpose), {"fp8_params.down_transposed_codes is at", "aligned"}) == "");
+  const epx_tensor moved_input = shifted(down_codes);
+  made.down_codes = &moved_input;
+  made.down_transposed_codes = &down_transposed;
+  CHECK(not_refused(epx_moe_transpose_params(&transpose), {"fp8_params.down_codes is at", "aligned to 16 bytes"}) == "");
 }
 
 } // namespace

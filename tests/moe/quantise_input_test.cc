@@ -67,12 +67,25 @@ struct QuantiseCalls {
                              &down_made.transposed_codes,
                              &down_made.transposed_scales};
   epx_moe_quantise_params_args params = {sizeof(params), nullptr, &format, &gate_up, &down, &made};
+  Bytes gate_up_codes = {EPX_FLOAT8_E4M3, Tensor<uint8_t>({2, 256, 256}, 1)},
+        down_codes = {EPX_FLOAT8_E4M3, Tensor<uint8_t>({2, 256, 128}, 1)};
+  Argument<float> gate_up_scales = Tensor<float>({2, 2, 2}, 1.0f), down_scales = Tensor<float>({2, 2, 1}, 1.0f);
+  epx_moe_fp8_params given = {sizeof(given),
+                              &gate_up_codes,
+                              &gate_up_scales,
+                              &down_codes,
+                              &down_scales,
+                              &gate_up_made.transposed_codes,
+                              &gate_up_made.transposed_scales,
+                              &down_made.transposed_codes,
+                              &down_made.transposed_scales};
+  epx_moe_transpose_params_args transposed = {sizeof(transposed), nullptr, &given};
 
   QuantiseCalls() { set_cuda(place_of_call()); }
   QuantiseCalls(const QuantiseCalls&) = delete;
   QuantiseCalls& operator=(const QuantiseCalls&) = delete;
 
-  void set_cuda(const epx_moe_cuda* cuda) { wide.cuda = fp8.cuda = weights.cuda = params.cuda = cuda; }
+  void set_cuda(const epx_moe_cuda* cuda) { wide.cuda = fp8.cuda = weights.cuda = params.cuda = transposed.cuda = cuda; }
 
   std::string changed_output() const {
     if (row_codes.is_written()) return "row_codes were written";
@@ -95,11 +108,12 @@ struct Op {
   static epx_status fp8(C& calls) { return epx_moe_quantise_rows(&calls.fp8); }
   static epx_status weights(C& calls) { return epx_moe_quantise_weights(&calls.weights); }
   static epx_status params(C& calls) { return epx_moe_quantise_params(&calls.params); }
+  static epx_status transposed(C& calls) { return epx_moe_transpose_params(&calls.transposed); }
 };
 
 TEST_CASE("good calls of the quantisers are not refused") {
   QuantiseCalls calls;
-  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params})
+  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params, Op::transposed})
     require_ok(op(calls), "the call");
   finish_call();
 }
@@ -107,7 +121,7 @@ TEST_CASE("good calls of the quantisers are not refused") {
 TEST_CASE("with cuda, a quantiser needs a GPU and its memory") {
   if (on_cuda()) return; // the tensors are such memory; place_cuda_test.cc has others
   const epx_moe_cuda cuda = {sizeof(cuda), nullptr, nullptr, 0, nullptr, 0, 0};
-  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params}) {
+  for (const auto op : {Op::wide, Op::fp8, Op::weights, Op::params, Op::transposed}) {
     QuantiseCalls calls;
     calls.set_cuda(&cuda);
     CHECK(not_refused_without_gpu(op(calls)) == "");
@@ -302,6 +316,56 @@ TEST_CASE("bad arguments of epx_moe_quantise_params are refused") {
        {"fp8_params.down_transposed_scales", "float64"}},
   });
   CHECK(not_refused(epx_moe_quantise_params(nullptr), {"args", "NULL"}) == "");
+}
+
+TEST_CASE("bad arguments of epx_moe_transpose_params are refused") {
+  check_refused<C>({
+      {Op::transposed, [](C& c) { c.transposed.struct_size = 0; }, {"struct_size", "0"}},
+      {Op::transposed, [](C& c) { c.transposed.cuda = &kBadCuda; }, {"cuda.struct_size", "3"}},
+      {Op::transposed, [](C& c) { c.transposed.fp8_params = nullptr; }, {"fp8_params", "NULL"}},
+      {Op::transposed, [](C& c) { c.given.struct_size = 8; }, {"fp8_params.struct_size", "8"}},
+      {Op::transposed,
+       [](C& c) {
+         c.given.gate_up_transposed_codes = c.given.gate_up_transposed_scales = nullptr;
+         c.given.down_transposed_codes = c.given.down_transposed_scales = nullptr;
+       },
+       {"fp8_params.gate_up_transposed_codes and fp8_params.down_transposed_codes are NULL"}},
+      {Op::transposed,
+       [](C& c) { c.given.gate_up_transposed_scales = nullptr; },
+       {"fp8_params.gate_up_transposed_codes is given", "fp8_params.gate_up_transposed_scales is NULL"}},
+      {Op::transposed,
+       [](C& c) { c.given.gate_up_transposed_codes = c.given.down_transposed_codes = nullptr; },
+       {"fp8_params.gate_up_transposed_scales is given", "fp8_params.gate_up_transposed_codes is NULL"}},
+      {Op::transposed, [](C& c) { c.given.gate_up_codes = nullptr; }, {"fp8_params.gate_up_codes", "NULL"}},
+      {Op::transposed, [](C& c) { c.given.gate_up_scales = nullptr; }, {"fp8_params.gate_up_scales", "NULL"}},
+      {Op::transposed, [](C& c) { c.given.down_codes = nullptr; }, {"fp8_params.down_codes", "NULL"}},
+      {Op::transposed, [](C& c) { c.given.down_scales = nullptr; }, {"fp8_params.down_scales", "NULL"}},
+      {Op::transposed, [](C& c) { c.gate_up_codes.dtype = EPX_UINT8; }, {"fp8_params.gate_up_codes", "uint8"}},
+      {Op::transposed, [](C& c) { c.down_codes.ndim = 2; }, {"fp8_params.down_codes", "2", "3"}},
+      {Op::transposed, [](C& c) { c.down_codes.sizes[1] = 192; }, {"fp8_params.down_codes has H = 192", "multiple of 128"}},
+      {Op::transposed, [](C& c) { c.down_codes.sizes[2] = 0; }, {"fp8_params.down_codes has F = 0", "not 0"}},
+      {Op::transposed, [](C& c) { c.gate_up_codes.sizes[0] = 3; }, {"fp8_params.gate_up_codes", "3", "E_l = 2"}},
+      {Op::transposed, [](C& c) { c.gate_up_codes.sizes[1] = 512; }, {"fp8_params.gate_up_codes", "512", "2F = 256"}},
+      {Op::transposed, [](C& c) { c.gate_up_codes.sizes[2] = 128; }, {"fp8_params.gate_up_codes", "128", "H = 256"}},
+      {Op::transposed,
+       [](C& c) {
+         c.given.down_transposed_codes = c.given.down_transposed_scales = nullptr;
+         c.gate_up_codes.sizes[1] = 128;
+       },
+       {"fp8_params.gate_up_codes has 2F = 128", "multiple of 256"}},
+      {Op::transposed, [](C& c) { c.gate_up_scales.sizes[1] = 1; }, {"fp8_params.gate_up_scales", "1", "2F / 128 = 2"}},
+      {Op::transposed, [](C& c) { c.down_scales.dtype = EPX_FLOAT64; }, {"fp8_params.down_scales", "float64", "float32"}},
+      {Op::transposed,
+       [](C& c) { c.gate_up_made.transposed_codes.dtype = EPX_UINT8; },
+       {"fp8_params.gate_up_transposed_codes", "uint8"}},
+      {Op::transposed,
+       [](C& c) { c.down_made.transposed_codes.sizes[1] = 256; },
+       {"fp8_params.down_transposed_codes", "256", "F = 128"}},
+      {Op::transposed,
+       [](C& c) { c.down_made.transposed_scales.sizes[2] = 1; },
+       {"fp8_params.down_transposed_scales", "1", "H / 128 = 2"}},
+  });
+  CHECK(not_refused(epx_moe_transpose_params(nullptr), {"args", "NULL"}) == "");
 }
 
 TEST_CASE("bad zones of a quantiser are refused on the host") {

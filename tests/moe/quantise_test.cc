@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include "tests/moe/ffn_fp8_run.h"
 #include "tests/moe/quantise_run.h"
 
 namespace epx::test {
@@ -227,6 +228,74 @@ TEST_CASE("one call quantises both weights of experts, into the tensors that are
     finish_call();
     CHECK(of_gate_up.difference_to(expected_weights(how, gate_up, orientation)) == "");
     CHECK(of_down.difference_to(expected_weights(how, down, orientation)) == "");
+  }
+}
+
+FfnShape random_shape_of_blocks(Rng& rng) {
+  return {rng.pick<int32_t>({0, 1, 3}), rng.pick<int32_t>({128, 256, 640}), rng.pick<int32_t>({128, 384}), EPX_MOE_SWIGLU};
+}
+
+void transpose_params(const epx_moe_fp8_params& params) {
+  const epx_moe_transpose_params_args args = {sizeof(args), place_of_call(), &params};
+  require_ok(epx_moe_transpose_params(&args), "epx_moe_transpose_params");
+  finish_call();
+}
+
+TEST_CASE("transposed codes and scales have the bits of quantised weights, and the other weight is not looked at") {
+  for (uint64_t seed = 0; seed < num_cases(20); ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x7a5));
+    const Fp8Params whole = quantised_params(random_params<float>(random_shape_of_blocks(rng), kStacked, rng));
+    Fp8Params made = whole, expected = whole;
+    made.scribble_transposes();
+    epx_moe_fp8_params view = made.view();
+    const auto only = rng.below(3); // 0: gate and up, 1: down, 2: both
+    if (only == 0) {
+      view.down_codes = view.down_transposed_codes = view.down_transposed_scales = nullptr;
+      expected.down_transposed_codes.scribble();
+      expected.down_transposed_scales.scribble();
+    } else if (only == 1) {
+      view.gate_up_scales = view.gate_up_transposed_codes = view.gate_up_transposed_scales = nullptr;
+      expected.gate_up_transposed_codes.scribble();
+      expected.gate_up_transposed_scales.scribble();
+    }
+    transpose_params(view);
+    CHECK(made.difference_to(expected) == "");
+  }
+}
+
+// Quantises shards of `weights`, rows of all experts in blocks of 128, and puts codes and scales one after the other.
+void gather_quantised_shards(const Tensor<float>& weights, Rng& rng, Tensor<E4m3>& codes, Tensor<float>& scales) {
+  const int64_t columns = weights.size(2), rows = weights.count() / columns;
+  for (int64_t first = 0, shard_rows = 0; first < rows; first += shard_rows) {
+    shard_rows = std::min(rows - first, 128 * rng.between(1, 3));
+    Tensor<float> shard({1, shard_rows, columns});
+    for (int64_t i = 0; i < shard.count(); ++i)
+      shard[i] = weights[first * columns + i];
+    const QuantisedWeights quantised = run_quantise_weights({}, shard, Orientation::given);
+    for (int64_t i = 0; i < shard.count(); ++i)
+      codes[first * columns + i] = E4m3{quantised.codes[i]};
+    for (int64_t i = 0; i < quantised.scales.count(); ++i)
+      scales[first / 128 * (columns / 128) + i] = quantised.scales[i];
+  }
+}
+
+TEST_CASE("shards of weights that are quantised, gathered and transposed have the bits of the whole ones") {
+  for (uint64_t seed = 0; seed < num_cases(6); ++seed) {
+    CAPTURE(seed);
+    Rng rng(mix(seed, 0x5a2d));
+    const FfnParams<float> params = random_params<float>(random_shape_of_blocks(rng), kStacked, rng);
+    const Fp8Params expected = quantised_params(params);
+    Fp8Params made = expected;
+    made.gate_up_codes.scribble();
+    made.gate_up_scales.scribble();
+    made.down_codes.scribble();
+    made.down_scales.scribble();
+    made.scribble_transposes();
+    gather_quantised_shards(*params.gate_up_weight, rng, made.gate_up_codes, made.gate_up_scales);
+    gather_quantised_shards(*params.down_weight, rng, made.down_codes, made.down_scales);
+    transpose_params(made.view());
+    CHECK(made.difference_to(expected) == "");
   }
 }
 

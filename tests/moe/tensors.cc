@@ -149,6 +149,7 @@ template std::string difference(const Tensor<uint8_t>&, const Tensor<uint8_t>&);
 template std::string difference(const Tensor<uint16_t>&, const Tensor<uint16_t>&);
 template std::string difference(const Tensor<Bfloat16>&, const Tensor<Bfloat16>&);
 template std::string difference(const Tensor<Float16>&, const Tensor<Float16>&);
+template std::string difference(const Tensor<E4m3>&, const Tensor<E4m3>&);
 template std::string difference(const Tensor<float>&, const Tensor<float>&, double, double);
 template std::string difference(const Tensor<double>&, const Tensor<double>&, double, double);
 

@@ -220,6 +220,7 @@ TEST_CASE("epx_moe.hpp: failures throw with the name of the function") {
            {"epx_moe_quantise_swiglu_bwd_workspace", [&] { static_cast<void>(moe::quantise_swiglu_bwd_workspace({})); }},
            {"epx_moe_quantise_weights", [&] { moe::quantise_weights({}); }},
            {"epx_moe_quantise_params", [&] { moe::quantise_params({}); }},
+           {"epx_moe_transpose_params", [&] { moe::transpose_params({}); }},
            {"epx_moe_ffn", [&] { moe::ffn(ffn, {}); }},
            {"epx_moe_ffn_workspace", [&] { static_cast<void>(moe::ffn_workspace(ffn, {})); }},
            {"epx_moe_ffn_bwd", [&] { moe::ffn_bwd(ffn, {}); }},
@@ -523,6 +524,15 @@ TEST_CASE("epx_moe.hpp: rows and weights are quantised") {
   CHECK(stacked_codes == std::vector<uint8_t>(2 * kSize * kSize, 0x78));
   CHECK(scales == transposed_scales);
   CHECK(codes == transposed_codes);
+  std::vector<uint8_t> stacked_transposed(2 * kSize * kSize, 9);
+  std::vector<float> transposed_stacked_scales(2, 9.0F);
+  moe::transpose_params(
+      {.fp8_params = {.gate_up_codes = made.gate_up_codes,
+                      .gate_up_scales = made.gate_up_scales,
+                      .gate_up_transposed_codes = {stacked_transposed.data(), EPX_FLOAT8_E4M3, {1, kSize, 2 * kSize}},
+                      .gate_up_transposed_scales = {transposed_stacked_scales, {1, 1, 2}}}});
+  CHECK(stacked_transposed == stacked_codes);
+  CHECK(transposed_stacked_scales == stacked_scales);
   const moe::Fp8Params read = made;
   CHECK(read.gate_up_codes.get()->data == stacked_codes.data());
 }

@@ -17,6 +17,21 @@ void check_zones(const CudaCall& call, const RowZones& zones) {
         launch_check_zones({zones.counts, zones.offsets, zones.num_zones, zones.num_rows}, call.errors(), call.target()));
 }
 
+// A call on the tensors of weights, which reports no errors.
+template <typename AllWeights>
+CudaCall call_on_weights(const epx_moe_cuda& cuda, const AllWeights& all) {
+  CudaCall call(cuda, EPX_MOE_OP_NONE, 0, {});
+  for (const auto& [tensors, _] : all) {
+    const auto& [weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales] = tensors;
+    for (const NamedTensor& named :
+         {weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales})
+      call.require_memory(named.tensor, named.name);
+    for (const NamedTensor& named : {weights, codes, transposed_codes})
+      call.require_aligned(named.tensor, named.name, kQuantiseAlignment);
+  }
+  return call;
+}
+
 } // namespace
 
 void enqueue(const epx_moe_quantise_rows_args& args, const QuantiseRows& quantise) {
@@ -80,18 +95,16 @@ void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd qua
 }
 
 void enqueue(const epx_moe_cuda& cuda, std::initializer_list<CheckedWeights> all) {
-  const CudaCall call(cuda, EPX_MOE_OP_NONE, 0, {}); // it reports no errors
-  for (const auto& [tensors, _] : all) {
-    const auto& [weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales] = tensors;
-    for (const NamedTensor& named :
-         {weights, codes, scales, row_scales, transposed_codes, transposed_scales, transposed_row_scales})
-      call.require_memory(named.tensor, named.name);
-    for (const NamedTensor& named : {weights, codes, transposed_codes})
-      call.require_aligned(named.tensor, named.name, kQuantiseAlignment);
-  }
+  const CudaCall call = call_on_weights(cuda, all);
   for (const CheckedWeights& weights : all)
     std::visit([&](const auto& quantise) { call.require_launched(launch_quantise_weights(quantise, call.target())); },
                weights.quantise);
+}
+
+void enqueue(const epx_moe_cuda& cuda, const std::vector<CheckedTranspose>& all) {
+  const CudaCall call = call_on_weights(cuda, all);
+  for (const CheckedTranspose& weights : all)
+    call.require_launched(launch_transpose_weights(weights.transpose, call.target()));
 }
 
 } // namespace epx::moe::cuda

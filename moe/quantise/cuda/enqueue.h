@@ -4,6 +4,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <vector>
 
 #include "epx/epx_moe.h"
 #include "moe/quantise/arguments.h"
@@ -17,5 +18,6 @@ void enqueue(const epx_moe_quantise_swiglu_args& args, const QuantiseSwiglu& qua
 // Leaves tile_sums to the workspace.
 void enqueue(const epx_moe_quantise_swiglu_bwd_args& args, QuantiseSwigluBwd quantise);
 void enqueue(const epx_moe_cuda& cuda, std::initializer_list<CheckedWeights> all);
+void enqueue(const epx_moe_cuda& cuda, const std::vector<CheckedTranspose>& all);
 
 } // namespace epx::moe::cuda

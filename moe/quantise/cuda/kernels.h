@@ -25,6 +25,7 @@ int launch_quantise_swiglu_bwd(const QuantiseSwigluBwd& call, const LaunchTarget
 
 int launch_quantise_weights(const QuantiseWeights& call, const LaunchTarget& target);
 int launch_quantise_weights(const QuantiseWeightRows& call, const LaunchTarget& target);
+int launch_transpose_weights(const TransposeWeights& call, const LaunchTarget& target);
 
 // Rows of FLOAT32 or BFLOAT16 are aligned to kQuantiseAlignment.
 int launch_dequantise_rows(const DequantiseRows& call, const LaunchTarget& target);

@@ -67,14 +67,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
       if (threadIdx.x == 0) call.scales[item] = formats::float_of(scale.stored);
     }
     if (call.transposed_codes != nullptr) {
-#pragma unroll
-      for (int j = 0; j < kLaneColumns; ++j) {
-        uint32_t codes[kWarpRows / 4] = {};
-#pragma unroll
-        for (int i = 0; i < kWarpRows; ++i)
-          codes[i / 4] |= (rows[i] >> (8 * j) & 0xff) << (8 * (i % 4));
-        transposed.put(j, codes);
-      }
+      transposed.put_rows(rows);
       if (threadIdx.x == 0)
         call.transposed_scales[(matrix * column_blocks + column_block) * row_blocks + row_block] =
             formats::float_of(scale.stored);

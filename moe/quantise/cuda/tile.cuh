@@ -144,6 +144,17 @@ public:
     const unsigned column = threadIdx.x % kWarp * kLaneColumns + static_cast<unsigned>(j);
     chunks_[column][swizzled(column, threadIdx.x / kWarp)] = uint2{words[0], words[1]};
   }
+  // Stores the thread's codes, those of its columns of row i in rows[i].
+  __device__ void put_rows(const uint32_t (&rows)[kWarpRows]) {
+#pragma unroll
+    for (int j = 0; j < kLaneColumns; ++j) {
+      uint32_t codes[kWarpRows / 4] = {};
+#pragma unroll
+      for (int i = 0; i < kWarpRows; ++i)
+        codes[i / 4] |= (rows[i] >> (8 * j) & 0xff) << (8 * (i % 4));
+      put(j, codes);
+    }
+  }
   // Stores the first `count` codes of each column to `to`, whose columns are `stride` bytes apart. What other threads have put is
   // there.
   __device__ void store(uint8_t* to, int64_t stride, int count) const {
