@@ -94,6 +94,26 @@ inline Fp8Params quantised_params(const FfnParams<float>& params) {
   return fp8;
 }
 
+// A matrix of rows or of experts' weights, in float64.
+using Wide = Tensor<double>;
+
+inline Wide dequantised(const ReceivedRows& rows) {
+  Wide wide({rows.codes.size(0), rows.codes.size(1)});
+  for (int64_t row = 0; row < wide.size(0); ++row)
+    for (int64_t i = 0; i < wide.size(1); ++i)
+      wide(row, i) = rows(row, i);
+  return wide;
+}
+
+inline Wide dequantised(const Tensor<E4m3>& codes, const Tensor<float>& scales) { // weights
+  const int64_t n = codes.size(1), k = codes.size(2);
+  Wide wide({codes.size(0), n, k});
+  for (int64_t e = 0; e < codes.size(0); ++e)
+    for (int64_t i = 0; i < n * k; ++i)
+      wide(e, i) = static_cast<double>(codes(e, i)) * scales(e, i / k / 128 * (k / 128) + i % k / 128);
+  return wide;
+}
+
 inline constexpr FfnForm kStacked = {true, true, false, false, false};
 
 // T is what is wide: float on the host, Bfloat16 on CUDA.

@@ -17,26 +17,6 @@ namespace {
 
 constexpr QuantiseFormat kInnerFormat = {EPX_SCALING_BLOCK128, 0.0f, EPX_FLOAT32, EPX_SCALES_ROWS};
 
-// A matrix of rows or of experts' weights, in float64.
-using Wide = Tensor<double>;
-
-Wide dequantised(const ReceivedRows& rows) {
-  Wide wide({rows.codes.size(0), rows.codes.size(1)});
-  for (int64_t row = 0; row < wide.size(0); ++row)
-    for (int64_t i = 0; i < wide.size(1); ++i)
-      wide(row, i) = rows(row, i);
-  return wide;
-}
-
-Wide dequantised(const Tensor<E4m3>& codes, const Tensor<float>& scales) { // weights
-  const int64_t n = codes.size(1), k = codes.size(2);
-  Wide wide({codes.size(0), n, k});
-  for (int64_t e = 0; e < codes.size(0); ++e)
-    for (int64_t i = 0; i < n * k; ++i)
-      wide(e, i) = static_cast<double>(codes(e, i)) * scales(e, i / k / 128 * (k / 128) + i % k / 128);
-  return wide;
-}
-
 // What a quantiser makes of rows, dequantised: along rows, or along the columns of zones.
 struct Quantised {
   Wide rows, columns;
