@@ -16,10 +16,19 @@ namespace {
 
 constexpr std::align_val_t kAlignment{256};
 
+// A call has finished when it returns, so nothing runs beside another.
+class HostSideStream final : public SideStream {
+public:
+  epx_stream stream() const override { return nullptr; }
+  void begin() override {}
+  void end() override {}
+};
+
 class HostMemory final : public Memory {
 public:
   bool is_host() const override { return true; }
   epx_stream stream() const override { return nullptr; }
+  std::unique_ptr<SideStream> make_side_stream() override { return std::make_unique<HostSideStream>(); }
   std::byte* allocate(size_t bytes) override {
     void* memory = ::operator new(bytes, kAlignment, std::nothrow);
     if (memory == nullptr) throw RuntimeError(fmt::format("out of memory: a tensor of {} bytes", bytes));

@@ -13,6 +13,18 @@
 
 namespace epx::bench {
 
+// A SideStream takes calls that run beside those of a Memory's stream.
+class SideStream {
+public:
+  virtual ~SideStream() = default;
+
+  virtual epx_stream stream() const = 0;
+
+  // These wait for nothing, and throw RuntimeError.
+  virtual void begin() = 0; // what it gets from now on follows what the Memory's stream has so far
+  virtual void end() = 0;   // what the Memory's stream gets from now on follows what this one has so far
+};
+
 // Memory is what calls of a transport take, the host's own or a GPU's, with the stream that they run on.
 class Memory {
 public:
@@ -20,7 +32,8 @@ public:
 
   virtual bool is_host() const = 0;
   virtual epx_stream stream() const = 0;
-  virtual std::byte* allocate(size_t bytes) = 0; // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
+  virtual std::unique_ptr<SideStream> make_side_stream() = 0; // this must outlive it; throws RuntimeError
+  virtual std::byte* allocate(size_t bytes) = 0;              // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
   virtual void free(std::byte* memory) noexcept = 0;
 
   // These wait for the stream's earlier work, and have finished when they return.

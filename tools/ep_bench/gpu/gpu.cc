@@ -30,6 +30,36 @@ int choose_device(int rank) {
   return device;
 }
 
+class GpuSideStream final : public SideStream {
+public:
+  explicit GpuSideStream(cudaStream_t main) : main_(main) {
+    check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    for (cudaEvent_t* event : {&begin_, &end_})
+      check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~GpuSideStream() override {
+    for (cudaEvent_t event : {begin_, end_})
+      cudaEventDestroy(event);
+    cudaStreamDestroy(stream_);
+  }
+  GpuSideStream(const GpuSideStream&) = delete;
+  GpuSideStream& operator=(const GpuSideStream&) = delete;
+
+  epx_stream stream() const override { return stream_; }
+  void begin() override { order(main_, begin_, stream_); }
+  void end() override { order(stream_, end_, main_); }
+
+private:
+  static void order(cudaStream_t first, cudaEvent_t event, cudaStream_t second) {
+    check_cuda(cudaEventRecord(event, first), "cudaEventRecord");
+    check_cuda(cudaStreamWaitEvent(second, event, 0), "cudaStreamWaitEvent");
+  }
+
+  cudaStream_t main_;
+  cudaStream_t stream_ = nullptr;
+  cudaEvent_t begin_ = nullptr, end_ = nullptr;
+};
+
 } // namespace
 
 void check_cuda(cudaError_t error, const char* call) {
@@ -46,6 +76,10 @@ Gpu::Gpu(int rank) {
 
 Gpu::~Gpu() {
   cudaStreamDestroy(stream_);
+}
+
+std::unique_ptr<SideStream> Gpu::make_side_stream() {
+  return std::make_unique<GpuSideStream>(stream_);
 }
 
 std::byte* Gpu::allocate(size_t bytes) {

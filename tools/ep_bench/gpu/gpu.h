@@ -32,6 +32,7 @@ public:
 
   bool is_host() const override { return false; }
   epx_stream stream() const override { return stream_; }
+  std::unique_ptr<SideStream> make_side_stream() override;
   std::byte* allocate(size_t bytes) override;
   void free(std::byte* memory) noexcept override;
   void write(std::byte* to, std::span<const std::byte> from) override;
