@@ -78,6 +78,44 @@ class Block(unittest.TestCase):
                 self.assertLess(error, 0.15, (recipe, tensor))
                 self.assertGreater(error, 100 * WITHIN, (recipe, tensor))
 
+    def test_weights_gathered_beside_blocks(self):
+        ranks, case = 2, cases.Case("gather", 64, 256, 128, 8, 2)
+        with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
+            directory = pathlib.Path(name)
+            commands = self.commands(directory, case, ranks, "--iters", 3, "--rounds", 3, "--verify", "--alignment", 16, "--recipe",
+                                     "fp8", "--path", "ring", "--gather", "wide,fp8", "--gather-sms", 8)
+            sessions.run_ranks("ep_bench", commands, [{}] * ranks, directory, LIMIT_S)
+            result = programs.of_ep_bench(json.loads((directory / "out.json").read_text(encoding="utf-8")))
+        lines, gather = result["block"]["lines"], result["block"]["gather"]
+        steps = {f"{layer} fwd+bwd" for layer in ("block", "block-fp8", "block-ring")}
+        names = {"gather", "gather-fp8"}
+        self.assertEqual({line for line in lines if "gather" in line}, names | {f"{step} + {line}" for step in steps for line in names})
+        self.assertEqual((gather["experts"], gather["sms"]), (4, 8))
+        # 4 experts: gate_up has 4 * 2 * 128 rows of 256 elements, down 4 * 256 of 128, and half of the rows is the other rank's.
+        codes, blocks = 1024 * 256 + 1024 * 128, 8 * 2 + 8 * 1
+        received = {"wide": codes * 4 // 2, "fp8": (codes + blocks * 4) // 2}
+        self.assertEqual({form: found["received_bytes"] for form, found in gather["forms"].items()}, received)
+        for found in gather["forms"].values():
+            self.assertEqual(found["wrong"], 0)
+            self.assertEqual(set(found["added_percent"]), steps)
+            self.assertEqual(len(lines[found["line"]]["rounds_us"]), 3)
+            for step, percent in found["added_percent"].items():
+                beside = lines[f"{step} + {found['line']}"]["median_us"]
+                self.assertAlmostEqual(percent, (beside / lines[step]["median_us"] - 1) * 100, places=6)
+        self.assertAlmostEqual(gather["fp8_to_wide"], lines["gather-fp8"]["median_us"] / lines["gather"]["median_us"], places=9)
+        self.assertTrue(result["passed"])
+
+    def test_ranks_without_rows_to_gather(self):
+        with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:
+            commands = self.commands(pathlib.Path(name), cases.Case("few", 4, 128, 128, 2, 1), 2, "--iters", 1, "--gather", "fp8")
+            running = [subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                       for command in commands]
+            ends = [process.communicate(timeout=LIMIT_S) for process in running]
+        self.assertEqual([process.returncode for process in running], [2, 2])
+        self.assertEqual("".join(error for _, error in ends),
+                         "ep_bench: --gather is 'fp8', --experts is 2, --hidden is 128 and --ffn is 128, and 2 ranks share a matrix "
+                         "of 128 rows; it must have between 256 and 2147483647\n")
+
     def test_rounds_that_a_script_starts(self):
         rows, ranks = 8, 2
         with tempfile.TemporaryDirectory(prefix="ep_bench_block.") as name:

@@ -9,6 +9,7 @@
 
 #include <fmt/format.h>
 
+#include "tools/ep_bench/block/weight_gather.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/measured_group.h"
 #include "tools/ep_bench/row_format.h"
@@ -16,8 +17,7 @@
 namespace epx::bench {
 namespace {
 
-epx_memory_plan plan_of(const Options& options, int num_ranks) {
-  const GroupConfig config = group_config(options);
+epx_memory_plan plan_of(const GroupConfig& config, int num_ranks) {
   try {
     return memory_plan(config, num_ranks);
   } catch (const epx::Error& error) {
@@ -52,11 +52,21 @@ double block_need(const Options& options, const epx_memory_plan& plan, int num_r
   return tensors + arena + fp8_arena + codes + native + of_path;
 }
 
+// What --gather adds on the host, on the rank that keeps the fewest rows.
+double gather_need(const Options& options, int num_ranks) {
+  const epx_memory_plan plan = plan_of(gather_group_config(options), num_ranks);
+  double need = static_cast<double>(plan.window_bytes) + static_cast<double>(plan.scratch_bytes);
+  for (const GatherForm form : options.block.gathers)
+    for (const GatheredMatrix& matrix : gathered_matrices(options, form, num_ranks))
+      need += static_cast<double>(matrix.rows + matrix.part(0, num_ranks).count) * static_cast<double>(matrix.row_bytes());
+  return need;
+}
+
 } // namespace
 
 MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
   const bool is_on_host = options.transport == EPX_TRANSPORT_HOST;
-  const epx_memory_plan plan = plan_of(options, num_ranks);
+  const epx_memory_plan plan = plan_of(group_config(options), num_ranks);
 
   constexpr double kWeightBytes = sizeof(float), kIndexBytes = sizeof(int64_t), kSlotBytes = sizeof(int32_t);
   const RowBytes of_dispatch = row_bytes_of(options, EPX_OP_DISPATCH);
@@ -76,6 +86,7 @@ MemoryNeed memory_need(const Options& options, int num_ranks, int64_t rows) {
   need.group = static_cast<double>(plan.window_bytes) + static_cast<double>(plan.scratch_bytes) +
                static_cast<double>(plan.handle_mem_bytes);
   if (options.block.is_measured) need.block = block_need(options, plan, num_ranks, rows);
+  if (!options.block.gathers.empty()) need.gather = gather_need(options, num_ranks);
   return need;
 }
 
@@ -93,16 +104,16 @@ double available_memory(int num_ranks) {
 void require_memory(const Options& options, int num_ranks, int64_t rows, double available) {
   const MemoryNeed need = memory_need(options, num_ranks, rows);
   if (need.all() <= available) return;
-  throw UsageError(
-      fmt::format("--tokens {}, --hidden {}, --dtype {}, --top-k {}, --experts {}, --capacity {} and "
-                  "--input-sets {}{} need at least {:.0f} bytes of memory per rank: {:.0f} for inputs, {:.0f} for "
-                  "other tensors, {:.0f} for the group{}; each of {} ranks can have {:.0f}",
-                  options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts,
-                  options.capacity, options.num_input_sets(),
-                  options.block.is_measured ? fmt::format(", with --block and --ffn {},", options.block.ffn) : "",
-                  need.all(), need.inputs, need.tensors, need.group,
-                  options.block.is_measured ? fmt::format(", {:.0f} for the block and the native layer", need.block) : "",
-                  num_ranks, available));
+  throw UsageError(fmt::format(
+      "--tokens {}, --hidden {}, --dtype {}, --top-k {}, --experts {}, --capacity {} and "
+      "--input-sets {}{} need at least {:.0f} bytes of memory per rank: {:.0f} for inputs, {:.0f} for "
+      "other tensors, {:.0f} for the group{}{}; each of {} ranks can have {:.0f}",
+      options.tokens, options.hidden, to_string(options.dtype), options.top_k, options.experts, options.capacity,
+      options.num_input_sets(),
+      options.block.is_measured ? fmt::format(", with --block and --ffn {},", options.block.ffn) : "", need.all(),
+      need.inputs, need.tensors, need.group,
+      options.block.is_measured ? fmt::format(", {:.0f} for the block and the native layer", need.block) : "",
+      options.block.gathers.empty() ? "" : fmt::format(", {:.0f} for --gather", need.gather), num_ranks, available));
 }
 
 } // namespace epx::bench

@@ -15,8 +15,9 @@ struct MemoryNeed {
   double tensors = 0; // outputs and receive tensors; none on nccl, where they are the GPU's
   double group = 0;   // window, scratch and handle memory, from epx_group_memory_plan; likewise
   double block = 0;   // --block: tensors of the layers, the arena of the block, buffers of the native layer; likewise
+  double gather = 0;  // --gather: matrices, whole and this rank's rows, and the group; likewise
 
-  double all() const { return inputs + tensors + group + block; }
+  double all() const { return inputs + tensors + group + block + gather; }
 };
 
 // `rows` are those of the receive tensors; 0 while they are not known. Throws UsageError when no group can be of this shape.

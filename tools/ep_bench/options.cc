@@ -39,6 +39,8 @@ constexpr std::array<std::pair<const char*, epx_scale_layout>, 4> kScaleLayouts{
                                                                                  {"columns", EPX_SCALES_COLUMNS},
                                                                                  {"packed", EPX_SCALES_PACKED},
                                                                                  {"tiles", EPX_SCALES_TILES}}};
+constexpr std::array<std::pair<const char*, GatherForm>, 2> kGatherForms{
+    {{"wide", GatherForm::Wide}, {"fp8", GatherForm::Fp8}}};
 constexpr std::array<std::pair<const char*, Layout>, 3> kLayouts{{{"expert-major", Layout::ExpertMajor},
                                                                   {"rank-major", Layout::RankMajor},
                                                                   {"rank-major-compact", Layout::RankMajorCompact}}};
@@ -236,7 +238,7 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   Options options;
   std::string transport = "host", dtype = "bf16", routing = "uniform", precision = "wire", pads = "zero", recipe = "wide",
               path = "dispatch", row_format = "none", wire_format = "none", sum_format = "none", scale_layout = "rows",
-              layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0";
+              layout = "expert-major", seed = "1", tokens = "512", num_comm_sms = "0", gather;
   TokenRange token_range;
   NoiseTarget noise;
   std::string bootstrap = built_with_mpi() ? "mpi" : "";
@@ -351,6 +353,16 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
                  "--block: also measure a block whose rows take this path, beside the first: ring (all-gather, and partial "
                  "sums home) or ragged (rows sorted by expert, by ragged all-to-all); dispatch: do not")
       ->needs(block);
+  CLI::Option* const gather_forms =
+      app.add_option(
+             "--gather", gather,
+             "--block: also measure the all-gather of a layer's expert weights, as FSDP over all ranks makes it, alone and "
+             "beside each block: wide (in --dtype) or fp8 (codes, and scales of 128 x 128; --hidden and --ffn are then "
+             "multiples of 128), or both in a list; without it: do not")
+          ->needs(block);
+  add_number(app, "--gather-sms", options.block.gather_sms,
+             "--gather: streaming multiprocessors that a gather may use on GPUs")
+      ->needs(gather_forms);
   add_number(app, "--pause-ms", options.block.pause_ms,
              "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
       ->needs(block);
@@ -411,6 +423,9 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.pads = value_of<epx_pads>("--pads", pads, kPads);
   options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kNamedRecipes);
   options.block.path = value_of<epx_moe_path>("--path", path, kNamedPaths);
+  if (gather_forms->count() > 0)
+    for (const std::string& form : split_list(gather))
+      options.block.gathers.push_back(value_of<GatherForm>("--gather", form, kGatherForms));
   options.seed = parse_seed(seed);
   check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
@@ -473,6 +488,9 @@ const char* to_string(epx_pads pads) {
 }
 const char* to_string(epx_moe_path path) {
   return name_of<epx_moe_path>(path, kNamedPaths);
+}
+const char* to_string(GatherForm form) {
+  return name_of<GatherForm>(form, kGatherForms);
 }
 const char* to_string(epx_moe_recipe recipe) {
   return name_of<epx_moe_recipe>(recipe, kNamedRecipes);

@@ -30,6 +30,10 @@ constexpr bool is_rank_major(Layout layout) {
   return layout != Layout::ExpertMajor;
 }
 
+// In which form --gather gathers a layer's expert weights: in dtype, or as FP8 codes with scales of blocks.
+enum class GatherForm { Wide, Fp8 };
+inline constexpr int32_t kGatherFp8Block = 128; // rows and columns that share a scale
+
 // BlockOptions say what --block measures.
 struct BlockOptions {
   bool is_measured = false;
@@ -37,6 +41,8 @@ struct BlockOptions {
   bool has_biases = false;                     // of both projections
   epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE; // of a second block beside the first; WIDE: none
   epx_moe_path path = EPX_MOE_PATH_DISPATCH;   // of another block beside the first; DISPATCH: none
+  std::vector<GatherForm> gathers;             // of weights beside the blocks; empty: none
+  int32_t gather_sms = 16;                     // that a gather takes on nccl
   int64_t pause_ms = 0;                        // 0: no times after a pause
   int32_t rounds = 1;                          // the iterations of its lines are split into so many
   std::string dump_directory;                  // empty: none
@@ -139,6 +145,7 @@ const char* to_string(epx_combine_precision precision);
 const char* to_string(epx_pads pads);
 const char* to_string(epx_moe_recipe recipe); // "fp8"
 const char* to_string(epx_moe_path path);     // "ring"
+const char* to_string(GatherForm form);       // "fp8"
 const char* to_string(Layout layout);
 
 // Returns the bytes of a row of hidden elements of dtype. row_format.h has those of quantised rows.

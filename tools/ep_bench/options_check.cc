@@ -139,22 +139,34 @@ void refuse_with_block(const char* option, const std::string& value, const char*
   throw UsageError(fmt::format("{} is '{}' and --block is given; {}", option, value, reason));
 }
 
+// `reason` is an option that asks for it, with its value.
+void require_multiple(const char* option, int64_t value, int64_t of, const std::string& reason) {
+  if (value == 0 || value % of != 0)
+    throw UsageError(fmt::format("{} is {} and {}; it must be a multiple of {}", option, value, reason, of));
+}
+
 // What products in FP8 take (epx_moe.h, "Grouped FFN in FP8").
 void check_recipe(const Options& options) {
-  const auto require_multiple = [&](const char* option, int64_t value, int64_t of) {
-    if (value == 0 || value % of != 0)
-      throw UsageError(fmt::format("{} is {} and --recipe is '{}'; it must be a multiple of {}", option, value,
-                                   to_string(options.block.recipe), of));
-  };
-  require_multiple("--hidden", options.hidden, 128);
-  require_multiple("--ffn", options.block.ffn, 128);
-  require_multiple("--alignment", options.alignment, 16);
+  const std::string reason = fmt::format("--recipe is '{}'", to_string(options.block.recipe));
+  require_multiple("--hidden", options.hidden, 128, reason);
+  require_multiple("--ffn", options.block.ffn, 128, reason);
+  require_multiple("--alignment", options.alignment, 16, reason);
   if (options.block.has_biases)
     throw UsageError(fmt::format("--biases is given and --recipe is '{}'; experts in FP8 have no biases",
                                  to_string(options.block.recipe)));
   if (options.transport == EPX_TRANSPORT_NCCL && options.dtype != EPX_BFLOAT16)
     throw UsageError(fmt::format("--dtype is '{}' and --recipe is '{}'; on nccl experts in FP8 are beside bf16",
                                  to_string(options.dtype), to_string(options.block.recipe)));
+}
+
+void check_gather(const Options& options) {
+  check_range("--gather-sms", options.block.gather_sms, 1, std::numeric_limits<int32_t>::max());
+  for (const GatherForm form : options.block.gathers) {
+    if (form != GatherForm::Fp8) continue;
+    const std::string reason = fmt::format("--gather is '{}'", to_string(form));
+    require_multiple("--hidden", options.hidden, kGatherFp8Block, reason);
+    require_multiple("--ffn", options.block.ffn, kGatherFp8Block, reason);
+  }
 }
 
 void check_block(const Options& options) {
@@ -178,6 +190,7 @@ void check_block(const Options& options) {
   if (options.capacity > 0)
     refuse_with_block("--capacity", fmt::format("{}", options.capacity), "the native layer beside it drops no routes");
   if (options.block.recipe != EPX_MOE_RECIPE_WIDE) check_recipe(options);
+  if (!options.block.gathers.empty()) check_gather(options);
   if (options.tokens == 0) refuse_with_block("--tokens", "0", "there must be a token, or nothing is computed");
 }
 

@@ -14,6 +14,7 @@
 #if defined(EPX_BENCH_HAS_MOE)
 #include "tools/ep_bench/block/bench.h"
 #endif
+#include "tools/ep_bench/block/weight_gather.h"
 #include "tools/ep_bench/errors.h"
 #include "tools/ep_bench/figures.h"
 #include "tools/ep_bench/measure.h"
@@ -62,6 +63,22 @@ void check_nodes(const Options& options, const epx_group_info& group) {
       if (format != NamedFormat::None)
         throw AgreedError(kExitUsage, fmt::format("{} is '{}' and {}; rows travel between nodes as they are", option,
                                                   to_string(format), nodes_text(group)));
+}
+
+void check_gather_fits(const Options& options, const epx_group_info& group, [[maybe_unused]] const Memory& memory) {
+  require_gather(options, group.num_ranks);
+  if (options.block.gathers.empty() || options.transport != EPX_TRANSPORT_NCCL) return;
+  if (group.ranks_per_node < group.num_ranks)
+    throw UsageError(
+        fmt::format("--gather is given and {}; epx_ragged_all_to_all is a call of one node", nodes_text(group)));
+#if defined(EPX_WITH_CUDA)
+  const int num_sms = dynamic_cast<const Gpu&>(memory).num_sms();
+  if (group.num_comm_sms + options.block.gather_sms > num_sms)
+    throw UsageError(
+        fmt::format("--gather-sms is {} and the block's calls take {} SMs (--num-comm-sms) of the GPU's {}; both "
+                    "must fit onto it at the same time",
+                    options.block.gather_sms, group.num_comm_sms, num_sms));
+#endif
 }
 
 // The speed-of-light bound and the native way are measured for the whole routing, so no route may be dropped; and the serial
@@ -150,6 +167,7 @@ Results measure_point(const Options& options, const epx_bootstrap& bootstrap, co
       sets[set].by_token = workload->token_inputs(set, peers.rank());
   });
   check_nodes(options, measured->info());
+  peers.together([&] { check_gather_fits(options, measured->info(), memory); });
   const Survey survey = bench::survey(*measured, sets, options, peers);
   check_drops(options, survey, measured->info());
   const int64_t rows = survey.max_rows + (options.is_rank_major() ? 0 : kSpareRows); // rank-major: their number is P * M
@@ -185,7 +203,7 @@ Results measure_point(const Options& options, const epx_bootstrap& bootstrap, co
   }
 #if defined(EPX_BENCH_HAS_MOE)
   if (options.block.is_measured)
-    results.block = bench_block(*measured, sets, results.figures, options, peers, memory, pacer);
+    results.block = bench_block(*measured, sets, results.figures, options, bootstrap, peers, memory, pacer);
 #endif
   results.events = gather_events(*measured, peers);
   return results;

@@ -289,7 +289,7 @@ bool passed(const Results& results) {
   if (results.native &&
       std::ranges::any_of(results.native->calls, [](const NativeCallFigures& call) { return call.wrong.value_or(0) != 0; }))
     return false;
-  if (results.block && !std::ranges::all_of(results.block->differences, &BlockDifference::passed)) return false;
+  if (results.block && !results.block->passed()) return false;
   for (int kind = 0; kind < EPX_MAX_EVENT_KINDS; ++kind) {
     const bool asked_for =
         (kind == EPX_EVENT_OVERFLOW && (results.options.capacity > 0 || results.options.zone_stride > 0)) ||

@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "tools/ep_bench/block/npy.h"
 #include "tools/ep_bench/block/pieces.h"
 #include "tools/ep_bench/block/shape.h"
+#include "tools/ep_bench/block/weight_gather.h"
 #include "tools/ep_bench/errors.h"
 #if defined(EPX_WITH_CUDA)
 #include "tools/ep_bench/block/dense_bound.h"
@@ -157,14 +159,43 @@ struct BlockLine {
   std::function<void()> run;
 };
 
-std::vector<BlockLine> lines_of(BlockLayer& layer) {
+std::string line_beside(const std::string& line, GatherForm form) {
+  return fmt::format("{} + {}", line, gather_line(form));
+}
+
+void run_both(BlockLayer& layer) {
+  layer.forward();
+  layer.backward();
+}
+
+// Gathers on another stream, which begins before the layer's forward, and joins both.
+void run_both_beside(WeightGather& gather, GatherForm form, BlockLayer& layer) {
+  gather.start(form);
+  run_both(layer);
+  gather.join();
+}
+
+// `gather` is NULL where nothing is to be gathered beside the layer.
+std::vector<BlockLine> lines_of(BlockLayer& layer, WeightGather* gather, const Options& options) {
   std::vector<BlockLine> lines{{fmt::format("{} fwd", layer.name()), 1, [&] { layer.forward(); }},
-                               {fmt::format("{} fwd+bwd", layer.name()), 3, [&] {
-                                  layer.forward();
-                                  layer.backward();
-                                }}};
+                               {fmt::format("{} fwd+bwd", layer.name()), 3, [&] { run_both(layer); }}};
+  if (gather != nullptr)
+    for (const GatherForm form : options.block.gathers)
+      lines.push_back(
+          {line_beside(lines[1].name, form), 0, [gather, form, &layer] { run_both_beside(*gather, form, layer); }});
   if (layer.quantises_weights())
     lines.push_back({fmt::format("{} weights", layer.name()), 0, [&] { layer.quantise_weights(); }});
+  return lines;
+}
+
+// `gather` is NULL without --gather.
+std::vector<BlockLine> lines_of(WeightGather* gather, const Options& options) {
+  std::vector<BlockLine> lines;
+  for (const GatherForm form : options.block.gathers)
+    lines.push_back({gather_line(form), 0, [gather, form] {
+                       gather->start(form);
+                       gather->join();
+                     }});
   return lines;
 }
 
@@ -193,11 +224,12 @@ std::vector<BlockFigures> measure_in_rounds(const std::vector<BlockLine>& lines,
 }
 
 // On the host the native layer's exchange is no baseline, and is not timed.
-std::vector<BlockFigures> measure_on_host(const Layers& layers, const Options& options, const Peers& peers, Pacer& pacer) {
+std::vector<BlockFigures> measure_on_host(const Layers& layers, WeightGather* gather, const Options& options,
+                                          const Peers& peers, Pacer& pacer) {
   pacer.end();
-  std::vector<BlockLine> lines;
+  std::vector<BlockLine> lines = lines_of(gather, options);
   for (size_t i = 0; i + 1 < layers.size(); ++i)
-    for (BlockLine& line : lines_of(*layers[i]))
+    for (BlockLine& line : lines_of(*layers[i], gather, options))
       lines.push_back(std::move(line));
   return measure_in_rounds(lines, options, peers, pacer, [&](const BlockLine& line, LineTimes& all) {
     std::vector<int64_t> times;
@@ -248,8 +280,8 @@ public:
       : measured_(measured), options_(options), peers_(peers), gpu_(gpu), blocker_(gpu, peers, measured.info().timeout_ms) {
   }
 
-  std::vector<BlockFigures> measure(Layers& layers, BlockPieces& pieces, DenseBound& dense, const Figures& exchange_figures,
-                                    Pacer& pacer) {
+  std::vector<BlockFigures> measure(Layers& layers, WeightGather* gather, BlockPieces& pieces, DenseBound& dense,
+                                    const Figures& exchange_figures, Pacer& pacer) {
     std::vector<BlockLine> lines{{"router", 0, [&] { pieces.router(); }},
                                  {"ffn", 1, [&] { pieces.ffn(); }},
                                  {"ffn_bwd", 2, [&] { pieces.ffn_bwd(); }},
@@ -260,10 +292,12 @@ public:
                                                                                                     dense.backward();
                                                                                                   }}};
     lines.insert(lines.end(), bounds.begin(), bounds.end());
+    const std::vector<BlockLine> gathers = lines_of(gather, options_);
+    lines.insert(lines.end(), gathers.begin(), gathers.end());
     std::vector<Graph> graphs;
     graphs.reserve(2 * layers.size()); // lines point to them
     for (const std::unique_ptr<BlockLayer>& layer : layers)
-      for (const BlockLine& line : lines_of(*layer)) {
+      for (const BlockLine& line : lines_of(*layer, layer == layers.back() ? nullptr : gather, options_)) {
         lines.push_back(line);
         if (!options_.graph || !layer->can_be_captured() || line.products == 0) continue;
         peers_.together([&] { graphs.push_back(Graph::capture(gpu_.cuda_stream(), line.run)); });
@@ -343,7 +377,7 @@ private:
   StreamBlocker blocker_;
 };
 
-std::vector<BlockFigures> measure_on_gpu(Layers& layers, MeasuredGroup& measured, const InputSet& set,
+std::vector<BlockFigures> measure_on_gpu(Layers& layers, WeightGather* gather, MeasuredGroup& measured, const InputSet& set,
                                          const Figures& figures, const Options& options, const Peers& peers,
                                          const BlockData& data, Gpu& gpu, Pacer& pacer) {
   std::unique_ptr<BlockPieces> pieces;
@@ -363,18 +397,49 @@ std::vector<BlockFigures> measure_on_gpu(Layers& layers, MeasuredGroup& measured
     pieces->keep_memory();
   });
   GpuBlockBench bench(measured, options, peers, gpu);
-  std::vector<BlockFigures> lines = bench.measure(layers, *pieces, *dense, figures, pacer);
+  std::vector<BlockFigures> lines = bench.measure(layers, gather, *pieces, *dense, figures, pacer);
   bench.release();
   return lines;
 }
 
 #endif
 
+std::vector<GatherFigures> gather_figures(const WeightGather& gather, const std::vector<BlockFigures>& lines,
+                                          const Options& options, const Peers& peers) {
+  std::vector<GatherFigures> gathers;
+  const auto find = [&](const std::string& name) { return std::ranges::find(lines, name, &BlockFigures::name); };
+  for (const GatherForm form : options.block.gathers) {
+    GatherFigures& figures = gathers.emplace_back();
+    figures.form = form;
+    figures.line = gather_line(form);
+    figures.median_us = find(figures.line)->median_us;
+    figures.received_bytes = std::ranges::max(peers.gather(gather.received_bytes(form)));
+    for (const BlockFigures& alone : lines)
+      if (const auto beside = find(line_beside(alone.name, form)); beside != lines.end())
+        figures.added_percent.emplace_back(alone.name, (beside->median_us / alone.median_us - 1) * 100);
+  }
+  return gathers;
+}
+
+// Gathers beside a forward and a backward of the layer. No rank gathers before all have scribbled.
+int64_t count_wrong(WeightGather& gather, GatherForm form, BlockLayer& layer, MeasuredGroup& measured, const Peers& peers) {
+  peers.together([&] { gather.scribble(form); });
+  int64_t wrong = 0;
+  peers.together([&] {
+    run_both_beside(gather, form, layer);
+    measured.finish();
+    gather.check();
+    wrong = gather.count_wrong(form);
+  });
+  const std::vector<int64_t> of_ranks = peers.gather(wrong);
+  return std::accumulate(of_ranks.begin(), of_ranks.end(), int64_t{0});
+}
+
 } // namespace
 
 BlockResults bench_block(MeasuredGroup& measured, [[maybe_unused]] std::span<const InputSet> sets,
-                         [[maybe_unused]] const Figures& exchange_figures, const Options& options, const Peers& peers,
-                         Memory& memory, Pacer& pacer) {
+                         [[maybe_unused]] const Figures& exchange_figures, const Options& options,
+                         const epx_bootstrap& bootstrap, const Peers& peers, Memory& memory, Pacer& pacer) {
   BlockResults results;
   const OwnedExperts experts{measured.info().first_local_expert, measured.info().num_local_experts};
   std::unique_ptr<BlockData> data;
@@ -388,16 +453,38 @@ BlockResults bench_block(MeasuredGroup& measured, [[maybe_unused]] std::span<con
       layer->keep_memory();
     });
 
-  if (memory.is_host()) results.lines = measure_on_host(layers, options, peers, pacer);
+  std::unique_ptr<WeightGather> gather;
+  if (!options.block.gathers.empty()) {
+    peers.together([&] { gather = std::make_unique<WeightGather>(bootstrap, options, memory); });
+    peers.together([&] {
+      for (const GatherForm form : options.block.gathers) {
+        gather->start(form);
+        gather->join();
+      }
+      measured.finish();
+      gather->check();
+    });
+  }
+
+  if (memory.is_host()) results.lines = measure_on_host(layers, gather.get(), options, peers, pacer);
 #if defined(EPX_WITH_CUDA)
   else {
-    results.lines = measure_on_gpu(layers, measured, sets[0], exchange_figures, options, peers, *data,
+    results.lines = measure_on_gpu(layers, gather.get(), measured, sets[0], exchange_figures, options, peers, *data,
                                    dynamic_cast<Gpu&>(memory), pacer);
     results.libraries = loaded_libraries();
   }
 #endif
 
+  if (gather) {
+    peers.together([&] { gather->check(); });
+    results.gathers = gather_figures(*gather, results.lines, options, peers);
+    results.gathered_experts = gathered_experts(options, peers.num_ranks());
+  }
+
   peers.together([&] { pacer.begin(); });
+  if (options.verify)
+    for (GatherFigures& figures : results.gathers)
+      figures.wrong = count_wrong(*gather, figures.form, *layers.front(), measured, peers);
   if (options.verify || !options.block.dump_directory.empty()) {
     std::vector<std::vector<BlockData::Output>> outputs;
     for (const std::unique_ptr<BlockLayer>& layer : layers) {

@@ -8,7 +8,21 @@
 
 namespace epx::bench {
 
-enum class BlockTensor : uint32_t { Tokens = 1, Logits, GradOut, GateUp, Down, GateUpBias, DownBias, Popularity, Sample };
+enum class BlockTensor : uint32_t {
+  Tokens = 1,
+  Logits,
+  GradOut,
+  GateUp,
+  Down,
+  GateUpBias,
+  DownBias,
+  Popularity,
+  Sample,
+  GatheredGateUp, // of weights that are only gathered (weight_gather.h); a part is a row
+  GatheredDown,
+  GatheredGateUpScales,
+  GatheredDownScales
+};
 
 // A bijection of 32-bit words ("lowbias32" of Chris Wellons' hash prospector).
 constexpr uint32_t mix32(uint32_t x) {

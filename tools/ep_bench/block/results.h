@@ -2,10 +2,14 @@
 // What --block measured.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "tools/ep_bench/options.h"
 
 namespace epx::bench {
 
@@ -45,11 +49,27 @@ struct BlockDifference {
   bool passed() const { return largest <= limit * scale; } // false also for NaN
 };
 
+// What --gather measured of one form of the weights.
+struct GatherFigures {
+  GatherForm form = GatherForm::Wide;
+  std::string line;             // of the gather alone: "gather"
+  double median_us = 0;         // of that line
+  int64_t received_bytes = 0;   // from other ranks, on the rank that receives most
+  std::optional<int64_t> wrong; // --verify: elements that are not those of the ranks, all ranks together
+  // (time of a step with the gather beside it / time of the step alone - 1) in percent, by the line of the step.
+  std::vector<std::pair<std::string, double>> added_percent;
+};
+
 struct BlockResults {
   std::vector<BlockFigures> lines;
   std::vector<BlockDifference> differences;
+  std::vector<GatherFigures> gathers = {};
+  int32_t gathered_experts = 0;                      // --gather: E_l, of the layer whose weights are gathered
   std::map<std::string, std::string> libraries = {}; // versions of what CUDA programs load, by name
   std::string dump_failure = {};                     // why this rank could not write its files of --dump; empty: it could
+
+  bool passed() const;                       // nothing differs by more than it may
+  std::optional<double> fp8_to_wide() const; // the ratio of the two gathers' times, where both were measured
 };
 
 } // namespace epx::bench
