@@ -223,13 +223,26 @@ TEST_CASE("nodes: row formats in a group that sums by node, or exactly") {
   }
 }
 
-TEST_CASE("nodes: row formats of more tokens than a chunk of the rails has") {
-  const FormatRow rows[] = {{nv(kGiven, {kColumns, kRowwise}), EPX_FLOAT32, 34, 1, {.tokens = TokenCount::full}},
-                            {block128(kAtSource, {kRowwise, kColumns}), EPX_BFLOAT16, 33, 4, {.tokens = TokenCount::mixed}},
-                            {mx(kOnWire, EPX_FLOAT8_E4M3, {}), EPX_FLOAT32, 33, 1, {.tokens = TokenCount::full}}};
+namespace {
+
+void run_on_nodes(std::span<const FormatRow> rows) {
   GroupCase group = group_of_formats(34, 1030);
   if (is_on_host()) group.ranks_per_node = 1;
   run_formats(group, rows);
+}
+
+} // namespace
+
+TEST_CASE("nodes: row formats of more tokens than a chunk of the rails has") {
+  const FormatRow rows[] = {
+      {block128(kAtSource, {kRowwise, kColumns}), EPX_BFLOAT16, 33, 4, {.tokens = TokenCount::mixed}}};
+  run_on_nodes(rows);
+}
+
+TEST_CASE("nodes: row formats of so many tokens, quantised before and on the wire alone") {
+  const FormatRow rows[] = {{nv(kGiven, {kColumns, kRowwise}), EPX_FLOAT32, 34, 1, {.tokens = TokenCount::full}},
+                            {mx(kOnWire, EPX_FLOAT8_E4M3, {}), EPX_FLOAT32, 33, 1, {.tokens = TokenCount::full}}};
+  run_on_nodes(rows);
 }
 
 TEST_CASE("row formats: long rows") {
