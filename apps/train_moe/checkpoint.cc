@@ -57,7 +57,7 @@ void require_same(const std::string& file, const json& theirs, const json& ours,
            theirs.is_object() && theirs.contains(name) ? theirs[name].dump() : "nothing", value.dump());
 }
 
-// Returns a sharded tensor, of which every rank has the elements `here`, on all ranks.
+// Returns a tensor, of which every rank has the elements `here`, on all ranks.
 std::vector<float> whole_of(const World& world, const Tensor& tensor, const std::vector<float>& here) {
   const int64_t mine[] = {tensor.first, tensor.size};
   const std::vector<int64_t> parts = world.gather(std::span<const int64_t>(mine));
@@ -166,7 +166,7 @@ void save_checkpoint(const World& world, const std::string& file, int64_t step, 
     for (const Array<float>* values : saved_arrays(parameters.area(tensor))) {
       std::vector<float> here(static_cast<size_t>(tensor.size));
       values->copy_out(tensor.offset, here);
-      const std::vector<float> whole = tensor.is_sharded ? whole_of(world, tensor, here) : std::move(here);
+      const std::vector<float> whole = parameters.is_split(tensor) ? whole_of(world, tensor, here) : std::move(here);
       if (world.rank() == 0) all.insert(all.end(), whole.begin(), whole.end());
     }
   }

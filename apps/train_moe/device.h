@@ -22,15 +22,19 @@ public:
   virtual ~Device() = default;
 
   virtual bool is_host() const = 0;
-  virtual epx_stream stream() const = 0;          // for the calls of epx; NULL on the host
-  virtual double available_memory() const = 0;    // bytes that this process can have there
-  virtual double peak_memory() const = 0;         // bytes in use there, the most so far; on a GPU all processes', now
-  virtual void* allocate(size_t bytes) = 0;       // throws Error
-  virtual void free(void* memory) noexcept = 0;   // accepts NULL
+  virtual epx_stream stream() const = 0;        // for the calls of epx; NULL on the host
+  virtual epx_stream side_stream() const = 0;   // for what moves while stream() computes; NULL on the host, which has none
+  virtual double available_memory() const = 0;  // bytes that this process can have there
+  virtual double peak_memory() const = 0;       // bytes in use there, the most so far; on a GPU all processes', now
+  virtual void* allocate(size_t bytes) = 0;     // throws Error
+  virtual void free(void* memory) noexcept = 0; // accepts NULL
   virtual void clear(void* to, size_t bytes) = 0; // sets all bytes to 0
   virtual void copy_in(void* to, const void* from_host, size_t bytes) = 0;
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
-  virtual void synchronize() = 0; // waits for everything that was enqueued
+  virtual void synchronize() = 0; // waits for everything that was enqueued on stream()
+
+  virtual void fork() = 0; // side_stream() waits for what stream() has been given
+  virtual void join() = 0; // stream() waits for what side_stream() has been given
 
   // out[i, :] = table[bytes[i], :]
   virtual void embed(const float* table, const unsigned char* bytes, int64_t count, int64_t width, float* out) = 0;

@@ -16,10 +16,6 @@
 namespace train {
 namespace {
 
-epx_dtype as_epx(Dtype dtype) {
-  return dtype == Dtype::bf16 ? EPX_BFLOAT16 : EPX_FLOAT32;
-}
-
 epx_moe_path as_epx(Path path) {
   if (path == Path::ring) return EPX_MOE_PATH_RING;
   if (path == Path::ragged) return EPX_MOE_PATH_RAGGED;
@@ -59,47 +55,13 @@ constexpr int zone_alignment(bool is_fp8) {
   return is_fp8 ? 16 : 1;
 }
 
-// The parameters of a layer's experts in FP8.
-class QuantisedExperts {
-public:
-  explicit QuantisedExperts(Device& device) {
-    for (int i = 0; i < kNumTensors; ++i)
-      buffers_.emplace_back(device);
-  }
-
-  // Quantises float32 masters. What it returns is good until the next call.
-  epx::moe::Fp8Params of(const ModelOptions& model, int64_t count, const float* gate_up, const float* down,
-                         const epx_moe_cuda* cuda) {
-    const int64_t hidden = model.hidden, ffn = model.ffn;
-    auto next = buffers_.begin();
-    const auto made = epx::moe::fp8_tensors(hidden, ffn, [&](epx_dtype dtype, int64_t rows, int64_t columns) {
-      Array<uint8_t>& buffer = *next++;
-      const int64_t element_bytes = dtype == EPX_FLOAT32 ? sizeof(float) : 1;
-      buffer.resize(count * rows * columns * element_bytes);
-      return epx::Tensor(buffer.data(), dtype, {count, rows, columns});
-    });
-    epx::moe::quantise_params({.cuda = cuda,
-                               .format = epx::RowFormat(EPX_SCALING_BLOCK128),
-                               .gate_up_weight = {gate_up, EPX_FLOAT32, {count, 2 * ffn, hidden}},
-                               .down_weight = {down, EPX_FLOAT32, {count, hidden, ffn}},
-                               .fp8_params = made});
-    return made;
-  }
-
-private:
-  static constexpr int kNumTensors = 8; // of epx_moe_fp8_params
-
-  std::vector<Array<uint8_t>> buffers_;
-};
-
 class EpxLayer final : public MoeLayer {
 public:
   EpxLayer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device, const Options& options,
-           WholeExperts experts)
+           std::unique_ptr<ExpertWeights> experts)
       : MoeLayer(options.model, options.aux_loss), group_(group), world_(world), mesh_(mesh), device_(device),
         dtype_(as_epx(options.dtype)), is_fp8_(options.recipe != EPX_MOE_RECIPE_WIDE), experts_(std::move(experts)),
-        tokens_(device, options.dtype), out_(device, options.dtype), grad_(device, options.dtype),
-        gate_up_(device, options.dtype), down_(device, options.dtype), quantised_(device), device_topk_idx_(device),
+        tokens_(device, options.dtype), out_(device, options.dtype), grad_(device, options.dtype), device_topk_idx_(device),
         device_global_counts_(device), device_info_(device) {
     epx::moe::BlockConfig config;
     config.router.num_experts = model_.experts;
@@ -126,23 +88,19 @@ public:
     if (std::uncaught_exceptions() > 0) group_.abort(); // so that the other ranks do not wait for this one
   }
 
+  void fetch_experts() override { experts_->fetch(); }
+  void await_experts() override { experts_->await(); }
+
   void forward(const float* tokens, const float* logits, const Chunks& chunks, float* out) override {
     num_tokens_ = chunks.num_tokens();
     topk_idx_.resize(num_tokens_ * model_.top_k);
     device_topk_idx_.resize(num_tokens_ * model_.top_k);
-    experts_.gather();
-    const int64_t matrix_size = experts_.count() * model_.hidden * model_.ffn;
-    if (is_fp8_) // a step has one forward, behind the optimizer of the one before
-      fp8_params_ = quantised_.of(model_, experts_.count(), experts_.gate_up(), experts_.down(), cuda());
-    else
-      params_ = expert_params(model_, experts_.count(), gate_up_.of(experts_.gate_up(), 2 * matrix_size),
-                              down_.of(experts_.down(), matrix_size), dtype_);
     const int64_t size = num_tokens_ * model_.hidden;
     block_.fwd({.cuda = cuda(),
                 .tokens = rows(tokens_.of(tokens, size), model_.hidden, dtype_),
                 .logits = rows(logits, model_.experts, EPX_FLOAT32),
-                .params = params_,
-                .fp8_params = fp8_params_,
+                .params = experts_->params(),
+                .fp8_params = experts_->fp8_params(),
                 .out = rows(out_.room_for(out, size), model_.hidden, dtype_),
                 .topk_idx = {device_topk_idx_.data(), EPX_INT32, {num_tokens_, model_.top_k}},
                 .global_counts = {device_global_counts_.data(), EPX_INT32, {mesh_.ep.size, model_.experts}},
@@ -160,16 +118,16 @@ public:
 
   void backward(const float* grad_out, float* grad_tokens, float* grad_logits, ChunkGrads&) override {
     const int64_t size = num_tokens_ * model_.hidden;
-    const WholeExperts::Grads grads = experts_.room_for_grads();
+    const ExpertWeights::Grads grads = experts_->room_for_grads();
     block_.bwd({.cuda = cuda(),
-                .params = params_,
-                .fp8_params = fp8_params_,
+                .params = experts_->params(),
+                .fp8_params = experts_->fp8_params(),
                 .grad_out = rows(grad_.of(grad_out, size), model_.hidden, dtype_),
                 .aux_loss_grad = 1.0 / mesh_.fsdp.size, // the mean of the groups' losses
                 .grad_tokens = rows(out_.room_for(grad_tokens, size), model_.hidden, dtype_),
                 .grad_logits = rows(grad_logits, model_.experts, EPX_FLOAT32),
-                .grads = expert_grads(model_, experts_.count(), grads.gate_up, grads.down)});
-    experts_.reduce(grads);
+                .grads = expert_grads(model_, experts_->count(), grads.gate_up, grads.down)});
+    experts_->reduce(grads);
     out_.write_back(grad_tokens);
   }
 
@@ -198,12 +156,9 @@ private:
   epx_dtype dtype_;
   bool is_fp8_;
   epx::moe::Cuda cuda_;
-  WholeExperts experts_;
+  std::unique_ptr<ExpertWeights> experts_;
   int64_t num_tokens_ = 0;
-  Converted tokens_, out_, grad_, gate_up_, down_;
-  QuantisedExperts quantised_;
-  epx::moe::FfnParams params_; // of the last forward, as the next
-  std::optional<epx::moe::Fp8Params> fp8_params_;
+  Converted tokens_, out_, grad_;
   std::vector<int32_t> group_counts_; // [ranks of the EP axis, E]
   Array<int32_t> device_topk_idx_, device_global_counts_;
   Array<int64_t> device_info_;
@@ -239,7 +194,7 @@ void require_no_events(epx::GroupView group) {
 }
 
 std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device,
-                                         const Options& options, WholeExperts experts) {
+                                         const Options& options, std::unique_ptr<ExpertWeights> experts) {
   return std::make_unique<EpxLayer>(group, world, mesh, device, options, std::move(experts));
 }
 

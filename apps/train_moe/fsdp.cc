@@ -5,39 +5,41 @@
 #include <exception>
 #include <vector>
 
+#include "apps/train_moe/errors.h"
 #include "epx/epx_mpi.hpp"
 
 namespace train {
 namespace {
 
-// Slices, one to each rank of the axis.
-struct Slices {
-  SplitMatrix::Integers input_offsets, send_sizes, output_offsets, recv_sizes;
-};
-
-void move(const FsdpAxis& axis, const SplitMatrix& matrix, const Slices& slices, const float* operand, int64_t operand_rows,
-          float* output, int64_t output_rows) {
-  axis.group().ragged_all_to_all({.stream = axis.device().stream(),
-                                  .operand = {operand, EPX_FLOAT32, {operand_rows, matrix.width}},
-                                  .output = {output, EPX_FLOAT32, {output_rows, matrix.width}},
-                                  .input_offsets = matrix.integers(slices.input_offsets),
-                                  .send_sizes = matrix.integers(slices.send_sizes),
-                                  .output_offsets = matrix.integers(slices.output_offsets),
-                                  .recv_sizes = matrix.integers(slices.recv_sizes)});
-}
-
-int64_t bytes_of(int64_t elements) {
-  return elements * static_cast<int64_t>(sizeof(float));
-}
+// SMs of what an axis moves: the others compute meanwhile.
+constexpr int kSms = 16;
 
 } // namespace
 
-SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_rows, int64_t row_width)
-    : rows(num_rows), width(row_width), axis(axis_of_ranks), mine(ownership(rows, axis)),
-      most_rows(ownership(rows, {0, axis.size}).count), all_(device) {
+int64_t bytes_of(epx_dtype dtype, int64_t elements) {
+  switch (dtype) {
+  case EPX_FLOAT32:
+    return elements * 4;
+  case EPX_BFLOAT16:
+    return elements * 2;
+  case EPX_FLOAT8_E4M3:
+    return elements;
+  default:
+    fail(kExitFailure, "dtype {} is none of weights", static_cast<int>(dtype));
+  }
+}
+
+// Slices, one to each rank of the axis.
+struct FsdpAxis::Slices {
+  SplitMatrix::Integers input_offsets, send_sizes, output_offsets, recv_sizes;
+};
+
+SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_rows, int64_t row_width, int64_t unit)
+    : rows(num_rows), width(row_width), axis(axis_of_ranks), mine(ownership(rows, axis, unit)),
+      most_rows(ownership(rows, {0, axis.size}, unit).count), all_(device) {
   std::vector<int32_t> all(static_cast<size_t>(kNumIntegers * axis.size));
   for (int rank = 0; rank < axis.size; ++rank) {
-    const Ownership part = ownership(rows, {rank, axis.size});
+    const Ownership part = ownership(rows, {rank, axis.size}, unit);
     const auto set = [&](Integers which, int64_t value) { all[which * axis.size + rank] = as_count(value); };
     set(firsts, part.first);
     set(counts, part.count);
@@ -48,8 +50,9 @@ SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_
   all_.assign(all);
 }
 
-FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, const Mesh& mesh)
-    : device_(device), axis_(mesh.fsdp), grads_(device) {
+FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int color)
+    : device_(device), axis_(axis), rounds_grads_(options.fsdp_grads == Dtype::bf16), grads_(device), widened_(device),
+      rounded_(device) {
   epx::GroupConfig config; // of a group that has no tokens
   config.num_experts = 1;
   config.max_tokens_per_rank = 1;
@@ -58,8 +61,9 @@ FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, c
   config.max_alignment = 1;
   config.max_token_dtype = EPX_FLOAT32;
   config.transport = device.is_host() ? EPX_TRANSPORT_HOST : EPX_TRANSPORT_NCCL;
-  config.color = mesh.ep.rank;
-  config.key = mesh.fsdp.rank;
+  if (!device.is_host()) config.num_comm_sms = kSms;
+  config.color = color;
+  config.key = axis.rank;
   config.timeout_ms = options.timeout_ms;
   group_ = {epx::bootstrap_mpi(world.comm(), std::chrono::milliseconds(options.timeout_ms)), config};
 }
@@ -68,18 +72,14 @@ FsdpAxis::~FsdpAxis() {
   if (std::uncaught_exceptions() > 0) epx::GroupView(group_).abort(); // so that the other ranks do not wait for this one
 }
 
-float* FsdpAxis::allocate(int64_t size) {
-  return group_.mem_alloc(static_cast<size_t>(bytes_of(size))).as<float>().data();
-}
-
-float* FsdpAxis::allocate(const SplitMatrix& matrix) {
-  return allocate(matrix.size());
+void* FsdpAxis::allocate(int64_t bytes) {
+  return group_.mem_alloc(static_cast<size_t>(bytes)).data();
 }
 
 void FsdpAxis::reserve_sums(const SplitMatrix& matrix) {
   const int64_t size = axis_.size * matrix.most_rows * matrix.width;
   if (size <= landing_size_) return;
-  landing_ = allocate(size);
+  landing_ = allocate(size * static_cast<int64_t>(rounds_grads_ ? sizeof(Bfloat16) : sizeof(float)));
   landing_size_ = size;
 }
 
@@ -88,54 +88,44 @@ float* FsdpAxis::room_for_grads(int64_t size) {
   return grads_.data();
 }
 
-void FsdpAxis::all_gather(const SplitMatrix& matrix, const float* part, float* whole) {
-  move(*this, matrix, {SplitMatrix::zeros, SplitMatrix::my_count, SplitMatrix::my_first, SplitMatrix::counts}, part,
-       matrix.mine.count, whole, matrix.rows);
-  traffic_.gathered += bytes_of((matrix.rows - matrix.mine.count) * matrix.width);
+void FsdpAxis::move(const SplitMatrix& matrix, const Slices& slices, epx_stream stream, const epx::ConstTensor& operand,
+                    const epx::Tensor& output) {
+  group_.ragged_all_to_all({.stream = stream,
+                            .operand = operand,
+                            .output = output,
+                            .input_offsets = matrix.integers(slices.input_offsets),
+                            .send_sizes = matrix.integers(slices.send_sizes),
+                            .output_offsets = matrix.integers(slices.output_offsets),
+                            .recv_sizes = matrix.integers(slices.recv_sizes)});
+}
+
+void FsdpAxis::all_gather(const SplitMatrix& matrix, epx_dtype dtype, const void* part, void* whole) {
+  const int64_t kept = matrix.mine.count;
+  move(matrix, {SplitMatrix::zeros, SplitMatrix::my_count, SplitMatrix::my_first, SplitMatrix::counts},
+       device_.side_stream(), {part, dtype, {kept, matrix.width}}, {whole, dtype, {matrix.rows, matrix.width}});
+  traffic_.gathered += bytes_of(dtype, matrix.size() - matrix.kept_size());
 }
 
 void FsdpAxis::reduce_scatter(const SplitMatrix& matrix, const float* whole, float* part) {
-  const int64_t size = matrix.mine.count * matrix.width;
-  move(*this, matrix, {SplitMatrix::firsts, SplitMatrix::counts, SplitMatrix::landings, SplitMatrix::my_count}, whole,
-       matrix.rows, landing_, axis_.size * matrix.mine.count);
-  traffic_.reduced += bytes_of((axis_.size - 1) * size);
-  for (int rank = 1; rank < axis_.size; ++rank)
-    device_.add(rank > 1 ? part : landing_, landing_ + rank * size, size, part);
-}
-
-WholeExperts::WholeExperts(FsdpAxis* axis, Device& device, Parameters& parameters, const ModelOptions& model,
-                           Parameters::Id gate_up, Parameters::Id down, int64_t count)
-    : axis_(count > 0 ? axis : nullptr), parameters_(parameters),
-      count_(count), gate_up_{gate_up, SplitMatrix(device, axis != nullptr ? axis->axis() : Axis(), count * 2 * model.ffn,
-                                                   model.hidden)},
-      down_{down, SplitMatrix(device, axis != nullptr ? axis->axis() : Axis(), count * model.hidden, model.ffn)} {
-  if (axis_ == nullptr) return;
-  for (Matrix* const matrix : {&gate_up_, &down_}) {
-    matrix->whole = axis_->allocate(matrix->split);
-    axis_->reserve_sums(matrix->split);
+  const int64_t size = matrix.kept_size();
+  const epx_dtype dtype = rounds_grads_ ? EPX_BFLOAT16 : EPX_FLOAT32;
+  const void* sent = whole;
+  if (rounds_grads_) {
+    rounded_.resize(matrix.size());
+    device_.round(whole, matrix.size(), rounded_.data());
+    sent = rounded_.data();
   }
-}
-
-const float* WholeExperts::values(const Matrix& matrix) const {
-  return axis_ != nullptr ? matrix.whole : parameters_.values(matrix.id);
-}
-
-void WholeExperts::gather() {
-  if (axis_ == nullptr) return;
-  for (const Matrix* const matrix : {&gate_up_, &down_})
-    axis_->all_gather(matrix->split, parameters_.values(matrix->id), matrix->whole);
-}
-
-WholeExperts::Grads WholeExperts::room_for_grads() {
-  if (axis_ == nullptr) return {parameters_.sharded_grads(gate_up_.id), parameters_.sharded_grads(down_.id)};
-  float* const room = axis_->room_for_grads(gate_up_.split.size() + down_.split.size());
-  return {room, room + gate_up_.split.size()};
-}
-
-void WholeExperts::reduce(const Grads& grads) {
-  if (axis_ == nullptr) return;
-  axis_->reduce_scatter(gate_up_.split, grads.gate_up, parameters_.sharded_grads(gate_up_.id));
-  axis_->reduce_scatter(down_.split, grads.down, parameters_.sharded_grads(down_.id));
+  move(matrix, {SplitMatrix::firsts, SplitMatrix::counts, SplitMatrix::landings, SplitMatrix::my_count}, device_.stream(),
+       {sent, dtype, {matrix.rows, matrix.width}}, {landing_, dtype, {axis_.size * matrix.mine.count, matrix.width}});
+  traffic_.reduced += bytes_of(dtype, (axis_.size - 1) * size);
+  const auto* parts = static_cast<const float*>(landing_);
+  if (rounds_grads_) {
+    widened_.resize(axis_.size * size);
+    device_.widen(static_cast<const Bfloat16*>(landing_), widened_.size(), widened_.data());
+    parts = widened_.data();
+  }
+  for (int rank = 1; rank < axis_.size; ++rank)
+    device_.add(rank > 1 ? part : parts, parts + rank * size, size, part);
 }
 
 } // namespace train

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The FSDP axis of a mesh: parameters of experts are gathered from its ranks before they are used, and their gradients go back
+// An axis of a mesh over which parameters are split (FSDP): they are gathered before they are used, and their gradients go back
 // to the ranks that keep them.
 #pragma once
 
@@ -9,11 +9,12 @@
 #include "apps/train_moe/device.h"
 #include "apps/train_moe/mesh.h"
 #include "apps/train_moe/options.h"
-#include "apps/train_moe/parameters.h"
 #include "apps/train_moe/world.h"
 #include "epx/epx.hpp"
 
 namespace train {
+
+int64_t bytes_of(epx_dtype dtype, int64_t elements);
 
 // Bytes that have come to this rank from others.
 struct Traffic {
@@ -21,11 +22,13 @@ struct Traffic {
   int64_t reduced = 0;  // gradients
 };
 
-// A float32 matrix of which each rank of an axis keeps a run of rows, in rank order.
+// A matrix of which each rank of an axis keeps a run of rows, in rank order.
 struct SplitMatrix {
-  SplitMatrix(Device& device, const Axis& axis, int64_t rows, int64_t width);
+  // Ranks keep multiples of `unit` rows.
+  SplitMatrix(Device& device, const Axis& axis, int64_t rows, int64_t width, int64_t unit = 1);
 
   int64_t size() const { return rows * width; }
+  int64_t kept_size() const { return mine.count * width; } // of this rank
 
   int64_t rows, width;
   Axis axis;
@@ -52,77 +55,44 @@ private:
 
 class FsdpAxis {
 public:
-  // Collective over all ranks. The device must outlive the axis.
-  FsdpAxis(const World& world, Device& device, const Options& options, const Mesh& mesh);
+  // Collective over all ranks. Ranks of one color are one axis. The device must outlive it.
+  FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int color);
   ~FsdpAxis();
   FsdpAxis(const FsdpAxis&) = delete;
   FsdpAxis& operator=(const FsdpAxis&) = delete;
 
   const Axis& axis() const { return axis_; }
   epx::GroupView group() const { return group_; }
-  Device& device() const { return device_; }
   const Traffic& traffic() const { return traffic_; } // so far
 
   // Those that follow are collective over the axis.
 
-  // Returns memory for a whole matrix that all_gather() may write, as long as the axis lives.
-  float* allocate(const SplitMatrix& matrix);
+  // Returns memory that all_gather() may write, as long as the axis lives.
+  void* allocate(int64_t bytes);
   // Makes room for parts of such sums.
   void reserve_sums(const SplitMatrix& matrix);
-  // whole = the parts of all ranks
-  void all_gather(const SplitMatrix& matrix, const float* part, float* whole);
-  // part = this rank's rows of all ranks' wholes, summed in rank order
+  // whole = the parts of all ranks, on the device's side stream
+  void all_gather(const SplitMatrix& matrix, epx_dtype dtype, const void* part, void* whole);
+  // part = this rank's rows of all ranks' wholes, summed in rank order in float32. They travel in options.fsdp_grads.
   void reduce_scatter(const SplitMatrix& matrix, const float* whole, float* part);
 
   // Returns memory for whole gradients, until the next call.
   float* room_for_grads(int64_t size);
 
 private:
-  float* allocate(int64_t size); // memory that peers reach
+  struct Slices;
+  void move(const SplitMatrix& matrix, const Slices& slices, epx_stream stream, const epx::ConstTensor& operand,
+            const epx::Tensor& output);
 
   Device& device_;
   Axis axis_;
   epx::Group group_;
-  float* landing_ = nullptr; // where parts of sums arrive
+  bool rounds_grads_;
+  void* landing_ = nullptr; // where parts of sums arrive
   int64_t landing_size_ = 0;
-  Array<float> grads_;
+  Array<float> grads_, widened_;
+  Array<Bfloat16> rounded_;
   Traffic traffic_;
-};
-
-// The experts of one layer on this rank, whole. Without an axis they are where parameters and gradients are kept.
-class WholeExperts {
-public:
-  // Collective over the axis, which may be NULL. It and the parameters must outlive this.
-  WholeExperts(FsdpAxis* axis, Device& device, Parameters& parameters, const ModelOptions& model, Parameters::Id gate_up,
-               Parameters::Id down, int64_t count);
-
-  int64_t count() const { return count_; }
-
-  // Makes the values those of the parameters. Collective.
-  void gather();
-  const float* gate_up() const { return values(gate_up_); } // [count, 2F, H]
-  const float* down() const { return values(down_); }       // [count, H, F]
-
-  // A backward takes room for its gradients, writes them, and has them reduced. Collective.
-  struct Grads {
-    float* gate_up;
-    float* down;
-  };
-  Grads room_for_grads();
-  void reduce(const Grads& grads);
-
-private:
-  struct Matrix {
-    Parameters::Id id;
-    SplitMatrix split;
-    float* whole = nullptr; // with an axis
-  };
-  const float* values(const Matrix& matrix) const;
-
-  FsdpAxis* axis_; // NULL also where there are no experts
-  Parameters& parameters_;
-  int64_t count_;
-  Matrix gate_up_, down_;
 };
 
 } // namespace train

@@ -21,6 +21,7 @@ class HostDevice final : public Device {
 public:
   bool is_host() const override { return true; }
   epx_stream stream() const override { return nullptr; }
+  epx_stream side_stream() const override { return nullptr; }
 
   // Returns the machine's memory and swap, or less where the process is limited.
   double available_memory() const override {
@@ -58,6 +59,8 @@ public:
   }
   void copy_out(void* to_host, const void* from, size_t bytes) override { copy_in(to_host, from, bytes); }
   void synchronize() override {}
+  void fork() override {}
+  void join() override {}
 
   void embed(const float* table, const unsigned char* bytes, int64_t count, int64_t width, float* out) override {
     for (int64_t i = 0; i < count; ++i)

@@ -78,20 +78,22 @@ void Job::finish() {
   json times;
   for (size_t i = 0; i < trainers_.size(); ++i)
     times[name_of(trainers_[i]->path())] = 1e3 * median(seconds_[i]);
-  write_line(log_.get(),
-             {{"held_out_loss", held_out},
-              {"unigram_entropy", entropy},
-              {"ratio", held_out / entropy},
-              {"steps", options_.steps},
-              {"ranks", world_.size()},
-              {"ep", mesh_.ep.size},
-              {"fsdp", mesh_.fsdp.size},
-              {"last_loss", last_.loss},
-              {"perplexity", std::exp(last_.loss)},
-              {"tokens_per_second_per_rank", options_.model.batch / rank_seconds},
-              {"peak_memory_bytes", static_cast<int64_t>(peak_memory)},
-              {"fsdp_bytes_per_step", {{"gathered", last_.traffic.gathered}, {"reduced", last_.traffic.reduced}}},
-              {"median_ms_per_step", times}});
+  write_line(log_.get(), {{"held_out_loss", held_out},
+                          {"unigram_entropy", entropy},
+                          {"ratio", held_out / entropy},
+                          {"steps", options_.steps},
+                          {"ranks", world_.size()},
+                          {"ep", mesh_.ep.size},
+                          {"fsdp", mesh_.fsdp.size},
+                          {"last_loss", last_.loss},
+                          {"perplexity", std::exp(last_.loss)},
+                          {"tokens_per_second_per_rank", options_.model.batch / rank_seconds},
+                          {"peak_memory_bytes", static_cast<int64_t>(peak_memory)},
+                          {"fsdp_bytes_per_step",
+                           {{"experts_gathered", last_.experts.gathered},
+                            {"experts_reduced", last_.experts.reduced},
+                            {"others_gathered", last_.others.gathered}}},
+                          {"median_ms_per_step", times}});
   world_.together([&] {
     if (log_ != nullptr) log_->close();
   });

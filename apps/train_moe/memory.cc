@@ -16,8 +16,16 @@ struct Need {
   double all() const { return parameters + chunk_gradients + activations; }
 };
 
+// Of a weight that is gathered. In FP8 there are two codes, one of the transpose.
+double bytes_of_weight(const Options& options) {
+  const bool is_float = options.recipe == EPX_MOE_RECIPE_WIDE && options.dtype == Dtype::fp32;
+  return is_float ? sizeof(float) : sizeof(Bfloat16);
+}
+
 // Computes the need from the shapes that Model declares.
-Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_here, int fsdp, bool replicates_experts) {
+Need need_of(const Options& options, const Mesh& mesh, const Chunks& chunks, int64_t experts_here) {
+  const ModelOptions& model = options.model;
+  const bool replicates_experts = options.path == Path::replicated, is_split = mesh.fsdp.size > 1;
   constexpr double kBytesOfFloat = sizeof(float);
   constexpr double kByteValues = 256;
   constexpr double kAdamCopies = 4; // values, gradients, two moments
@@ -28,8 +36,9 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
                         kByteValues * hidden + kByteValues;
   const double tokens = static_cast<double>(chunks.num_tokens());
   Need need;
-  need.parameters = kBytesOfFloat * kAdamCopies * (shared + experts / fsdp);
-  if (fsdp > 1) need.parameters += kBytesOfFloat * (experts + 2 * experts / layers); // a layer's gradients, and their parts
+  need.parameters = kBytesOfFloat * kAdamCopies * ((is_split ? shared / mesh.all.size : shared) + experts / mesh.fsdp.size);
+  if (is_split) // what is gathered, and a layer's gradients with their parts
+    need.parameters += kBytesOfFloat * (shared + 2 * experts / layers) + bytes_of_weight(options) * experts;
   need.chunk_gradients =
       kBytesOfFloat * static_cast<double>(chunks.count()) * (replicates_experts ? shared + experts : shared);
   need.activations =
@@ -41,10 +50,8 @@ Need need_of(const ModelOptions& model, const Chunks& chunks, int64_t experts_he
 
 void require_memory(const World& world, const Mesh& mesh, const Options& options, const Device& device) {
   const ModelOptions& model = options.model;
-  const bool is_replicated = options.path == Path::replicated;
-  const int64_t experts_here = is_replicated ? model.experts : ownership(model.experts, mesh.ep).count;
-  const Need need =
-      need_of(model, Chunks(model.batch, world.rank(), world.size()), experts_here, mesh.fsdp.size, is_replicated);
+  const int64_t experts_here = options.path == Path::replicated ? model.experts : ownership(model.experts, mesh.ep).count;
+  const Need need = need_of(options, mesh, Chunks(model.batch, world.rank(), world.size()), experts_here);
   const double models = options.path == Path::both ? 2 : 1;
   const double available = device.available_memory();
   if (models * need.all() <= available) return;

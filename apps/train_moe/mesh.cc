@@ -16,18 +16,20 @@ Mesh make_mesh(const World& world, const Options& options) {
   const int fsdp = options.fsdp > 0 ? options.fsdp : ranks / ep;
   if (int64_t{ep} * fsdp != ranks)
     fail(kExitUsage, "--ep {} and --fsdp {} are a mesh of {} ranks; there are {}", ep, fsdp, int64_t{ep} * fsdp, ranks);
-  return {{world.rank() % ep, ep}, {world.rank() / ep, fsdp}};
+  // A rank quantises what it keeps, and rows of a block have one scale.
+  const int64_t rows_to_keep = options.recipe == EPX_MOE_RECIPE_WIDE ? 1 : kFp8Block;
+  return {{world.rank(), ranks}, {world.rank() % ep, ep}, {world.rank() / ep, fsdp}, rows_to_keep};
 }
 
-Ownership ownership(int64_t total, const Axis& axis) {
-  const int64_t each = total / axis.size;
-  const int64_t extra = total % axis.size;
-  return {axis.rank * each + std::min<int64_t>(axis.rank, extra), each + (axis.rank < extra ? 1 : 0)};
+Ownership ownership(int64_t total, const Axis& axis, int64_t unit) {
+  const int64_t each = total / unit / axis.size;
+  const int64_t extra = total / unit % axis.size;
+  return {(axis.rank * each + std::min<int64_t>(axis.rank, extra)) * unit, (each + (axis.rank < extra ? 1 : 0)) * unit};
 }
 
 Ownership rows_kept(const Mesh& mesh, int64_t experts, int64_t rows) {
   const Ownership here = ownership(experts, mesh.ep);
-  const Ownership part = ownership(here.count * rows, mesh.fsdp);
+  const Ownership part = ownership(here.count * rows, mesh.fsdp, mesh.rows_to_keep);
   return {here.first * rows + part.first, part.count};
 }
 

@@ -17,20 +17,22 @@ struct Axis {
 };
 
 struct Mesh {
-  Axis ep;   // rank r of the job is rank r % ep.size here
-  Axis fsdp; // and r / ep.size here
+  Axis all;                 // the ranks of the job
+  Axis ep;                  // rank r of the job is rank r % ep.size here
+  Axis fsdp;                // and r / ep.size here
+  int64_t rows_to_keep = 1; // of experts' matrices; a rank keeps multiples of it
 };
 
 // Throws Error where --ep and --fsdp are not a mesh of all ranks.
 Mesh make_mesh(const World& world, const Options& options);
 
-// What one of several owners has of `total` things: contiguous blocks, the first total mod P owners have one more, as experts
-// in epx.
+// What one of several owners has of `total` things, in multiples of `unit`: contiguous blocks, the first owners have one unit
+// more where they do not come out even, as experts in epx.
 struct Ownership {
   int64_t first = 0;
   int64_t count = 0;
 };
-Ownership ownership(int64_t total, const Axis& axis);
+Ownership ownership(int64_t total, const Axis& axis, int64_t unit = 1);
 
 // Of the rows of all experts' matrices, [E, rows], those whose parameters this rank keeps: a run of its experts' rows.
 Ownership rows_kept(const Mesh& mesh, int64_t experts, int64_t rows);

@@ -70,6 +70,7 @@ std::vector<double> Model::forward(const Text& text, std::span<const int64_t> po
   embedded_.resize(kChunk * context_width_);
   moe_out_.resize(tokens * hidden);
 
+  moe_[0]->fetch_experts();
   // x_l is the l-th layer's, and the last one what the layers make of it.
   const auto x = [&](size_t l) { return l < layers_.size() ? layers_[l].x.data() : last_x_.data(); };
   for (int64_t c = 0; c < chunks.count(); ++c) {
@@ -83,6 +84,8 @@ std::vector<double> Model::forward(const Text& text, std::span<const int64_t> po
     for (int64_t c = 0; c < chunks.count(); ++c)
       device_.linear(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
                      chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
+    moe_[l]->await_experts();
+    if (l + 1 < layers_.size()) moe_[l + 1]->fetch_experts();
     moe_[l]->forward(layer.normed.data(), layer.logits.data(), chunks, moe_out_.data());
     device_.add(x(l), moe_out_.data(), tokens * hidden, x(l + 1));
   }

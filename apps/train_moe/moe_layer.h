@@ -9,7 +9,7 @@
 
 #include "apps/train_moe/chunks.h"
 #include "apps/train_moe/device.h"
-#include "apps/train_moe/fsdp.h"
+#include "apps/train_moe/experts.h"
 #include "apps/train_moe/mesh.h"
 #include "apps/train_moe/options.h"
 #include "apps/train_moe/parameters.h"
@@ -18,15 +18,14 @@
 
 namespace train {
 
-// Experts are the experts of one layer.
-struct Experts {
-  Parameters::Id gate_up; // [E, 2F, H]
-  Parameters::Id down;    // [E, H, F]
-};
-
 class MoeLayer {
 public:
   virtual ~MoeLayer() = default;
+
+  // The first begins to fetch the weights of this layer's experts from ranks that keep them, so that a layer before computes
+  // meanwhile. The second has the device wait for them. A forward comes after both. Collective.
+  virtual void fetch_experts() {}
+  virtual void await_experts() {}
 
   // Computes tokens[T, H], logits[T, E] -> out[T, H], in memory of the layer's device. It is collective, unless experts are
   // replicated.
@@ -65,7 +64,7 @@ epx::Group make_group(const World& world, const Mesh& mesh, const Device& device
 void require_no_events(epx::GroupView group); // throws when the group has dropped or refused anything
 
 std::unique_ptr<MoeLayer> make_epx_layer(epx::GroupView group, const World& world, const Mesh& mesh, Device& device,
-                                         const Options& options, WholeExperts experts);
+                                         const Options& options, std::unique_ptr<ExpertWeights> experts);
 std::unique_ptr<MoeLayer> make_alltoallv_layer(const World& world, const ModelOptions& model, double aux_loss,
                                                Parameters& parameters, Experts experts);
 std::unique_ptr<MoeLayer> make_dense_layer(const World& world, const ModelOptions& model, double aux_loss,

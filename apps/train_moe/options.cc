@@ -26,8 +26,6 @@ const std::map<std::string, Dtype> kDtypes{{"fp32", Dtype::fp32}, {"bf16", Dtype
 const std::map<std::string, OnOverflow> kOnOverflow{
     {"error", OnOverflow::error}, {"drop", OnOverflow::drop}, {"rerun", OnOverflow::rerun}};
 
-constexpr int kFp8Block = 128; // elements of H and F that have a scale in common
-
 const char* const kFooter = "Trains a byte-level language model with Mixture-of-Experts layers. The curve does not depend "
                             "on the number of ranks: the\n"
                             "batch is split into chunks of 32 bytes, ranks take contiguous runs of chunks, and gradients "
@@ -75,8 +73,8 @@ bool is_of_block(Path path) {
 std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   Options options;
   ModelOptions& model = options.model;
-  std::string path_name = "dispatch", device_name = "host", dtype_name = "fp32", format_name = "none", recipe_name = "wide",
-              seed = std::to_string(model.seed);
+  std::string path_name = "dispatch", device_name = "host", dtype_name = "fp32", fsdp_grads_name = "fp32",
+              format_name = "none", recipe_name = "wide", seed = std::to_string(model.seed);
   const std::map<std::string, epx::NamedFormat> formats = formats_by_name();
   const std::map<std::string, epx_moe_recipe> recipes = recipes_by_name();
   CLI::App app("train_moe: expert-parallel training on a text");
@@ -123,6 +121,11 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with a path of epx)")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
+  const CLI::Option* const fsdp_grads =
+      app.add_option("--fsdp-grads", fsdp_grads_name,
+                     "dtype in which gradients of experts travel over the FSDP axis; they are added in fp32")
+          ->check(CLI::IsMember(&kDtypes))
+          ->capture_default_str();
   const CLI::Option* const dtype =
       app.add_option("--dtype", dtype_name,
                      "of the experts and their tokens: fp32, or bf16 (with --device cuda, where it is the default with a "
@@ -188,6 +191,7 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   if (is_fp8 && options.device == DeviceKind::cuda && dtype->count() == 0) dtype_name = "bf16";
   if (is_fp8 && hidden->count() == 0) model.hidden = kFp8Block;
   options.dtype = kDtypes.at(dtype_name);
+  options.fsdp_grads = kDtypes.at(fsdp_grads_name);
   options.dispatch_format = formats.at(format_name);
   if (options.device == DeviceKind::cuda && !is_of_block(options.path))
     fail(kExitUsage, "--path {} is for --device host; --device cuda computes with --path dispatch, ring or ragged",
@@ -217,6 +221,8 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   if (capacity->count() > 0 && ep->count() + fsdp->count() > 0)
     fail(kExitUsage, "--capacity-factor is for experts that all ranks share; {} is given",
          ep->count() > 0 ? "--ep" : "--fsdp");
+  if (fsdp_grads->count() > 0 && ep->count() + fsdp->count() == 0)
+    fail(kExitUsage, "--fsdp-grads {} is given without --fsdp; no gradients travel over such an axis", fsdp_grads_name);
   if (on_overflow->count() > 0 && capacity->count() == 0)
     fail(kExitUsage, "--on-overflow is given without --capacity-factor; there is room for any routing");
   if (options.path != Path::dispatch && options.measures_format_errors)

@@ -37,6 +37,12 @@ enum class OnOverflow {
 // Dtype is what the experts compute in, and what their tokens travel in; all else is float32.
 enum class Dtype { fp32, bf16 };
 
+constexpr epx_dtype as_epx(Dtype dtype) {
+  return dtype == Dtype::bf16 ? EPX_BFLOAT16 : EPX_FLOAT32;
+}
+
+inline constexpr int kFp8Block = 128; // elements of H and F that have a scale in common
+
 // ModelOptions decide the model's shape and its curve; a checkpoint has them.
 struct ModelOptions {
   int context = 8;    // bytes that the model sees
@@ -58,7 +64,8 @@ struct Options {
   double weight_decay = 0.1;
   double aux_loss = 0.01;
   Path path = Path::dispatch;
-  int ep = 0, fsdp = 0; // ranks of the mesh's axes; 0: as many as the other leaves (mesh.h)
+  int ep = 0, fsdp = 0;           // ranks of the mesh's axes; 0: as many as the other leaves (mesh.h)
+  Dtype fsdp_grads = Dtype::fp32; // in which gradients of experts travel over the FSDP axis
   DeviceKind device = DeviceKind::host;
   Dtype dtype = Dtype::fp32;
   epx::NamedFormat dispatch_format = epx::NamedFormat::None; // in which the rows of a forward travel to their experts

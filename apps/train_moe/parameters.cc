@@ -1,12 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "apps/train_moe/parameters.h"
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <numeric>
 #include <random>
 
 namespace train {
+namespace {
+
+constexpr int64_t kRow = 64; // elements that are not split
+
+} // namespace
+
 int64_t Tensor::whole_size() const {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
@@ -26,7 +33,7 @@ Parameters::Id Parameters::add_sharded(const std::string& name, std::vector<int6
 
 Parameters::Id Parameters::add(Tensor tensor) {
   Area& home = area(tensor);
-  tensor.offset = home.size;
+  tensor.offset = tensor.whole_offset = home.size;
   home.size += tensor.size;
   tensors_.push_back(std::move(tensor));
   return static_cast<Id>(tensors_.size()) - 1;
@@ -39,7 +46,47 @@ void Parameters::allocate(Area& area) {
   }
 }
 
-void Parameters::initialise(uint64_t seed) {
+void Parameters::split(FsdpAxis* axis) {
+  replicated_size_ = (replicated_.size + kRow - 1) / kRow * kRow;
+  replicated_.size = replicated_size_;
+  axis_ = axis;
+  if (axis == nullptr) return;
+  rows_.emplace(device_, axis->axis(), replicated_size_ / kRow, kRow);
+  whole_values_ = static_cast<float*>(axis->allocate(bytes_of(EPX_FLOAT32, replicated_size_)));
+  const int64_t begin = rows_->mine.first * kRow;
+  replicated_.size = rows_->kept_size();
+  for (Tensor& tensor : tensors_) {
+    if (tensor.is_sharded) continue;
+    const int64_t from = std::clamp(begin - tensor.whole_offset, int64_t{0}, tensor.size);
+    const int64_t to = std::clamp(begin + replicated_.size - tensor.whole_offset, int64_t{0}, tensor.size);
+    tensor.first = from;
+    tensor.size = to - from;
+    tensor.offset = tensor.size > 0 ? tensor.whole_offset + from - begin : 0;
+  }
+}
+
+std::vector<int64_t> Parameters::replicated_parts() const {
+  std::vector<int64_t> parts;
+  for (int rank = 0; rows_ && rank < rows_->axis.size; ++rank)
+    parts.push_back(ownership(rows_->rows, {rank, rows_->axis.size}).count * kRow);
+  return parts;
+}
+
+float* Parameters::values(Id id) {
+  const Tensor& tensor = tensors_[id];
+  if (tensor.is_sharded || axis_ == nullptr) return area(tensor).values.data() + tensor.offset;
+  return whole_values_ + tensor.whole_offset;
+}
+
+void Parameters::gather() {
+  if (axis_ == nullptr) return;
+  device_.fork();
+  axis_->all_gather(*rows_, EPX_FLOAT32, replicated_.values.data(), whole_values_);
+  device_.join();
+}
+
+void Parameters::initialise(uint64_t seed, FsdpAxis* axis) {
+  split(axis);
   allocate(replicated_);
   allocate(sharded_);
   for (size_t i = 0; i < tensors_.size(); ++i) {

@@ -24,14 +24,21 @@ struct RouterReport {
   int64_t bad_tokens, first_bad_token;
 };
 
+Traffic traffic_of(const FsdpAxis* axis) {
+  return axis != nullptr ? axis->traffic() : Traffic();
+}
+
 } // namespace
 
 Trainer::Trainer(const World& world, const Mesh& mesh, Device& device, const Options& options, const Text& text, Path path)
     : world_(world), mesh_(mesh), device_(device), options_(options), text_(text), path_(path), parameters_(device),
       model_(device, options.model, parameters_, mesh, path == Path::replicated), chunk_grads_(device, parameters_) {
-  parameters_.initialise(options.model.seed);
+  if (mesh.fsdp.size > 1) {
+    experts_axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh.fsdp, mesh.ep.rank);
+    others_axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh.all, 0);
+  }
+  parameters_.initialise(options.model.seed, others_axis_.get());
   if (is_of_block(path)) {
-    if (mesh.fsdp.size > 1) axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh);
     group_ = make_group(world, mesh, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
     model_.set_layers(make_epx_layers(group_));
     return;
@@ -51,9 +58,9 @@ Trainer::Trainer(const World& world, const Mesh& mesh, Device& device, const Opt
 std::vector<std::unique_ptr<MoeLayer>> Trainer::make_epx_layers(epx::GroupView group) {
   std::vector<std::unique_ptr<MoeLayer>> layers;
   for (const Experts& experts : model_.experts())
-    layers.push_back(make_epx_layer(group, world_, mesh_, device_, options_,
-                                    WholeExperts(axis_.get(), device_, parameters_, options_.model, experts.gate_up,
-                                                 experts.down, ownership(options_.model.experts, mesh_.ep).count)));
+    layers.push_back(make_epx_layer(
+        group, world_, mesh_, device_, options_,
+        std::make_unique<ExpertWeights>(experts_axis_.get(), device_, parameters_, options_, mesh_, experts)));
   return layers;
 }
 
@@ -62,18 +69,18 @@ StepResult Trainer::step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<int64_t> positions = train_positions(text_, options_.model, step);
   const Chunks chunks(options_.model.batch, world_.rank(), world_.size());
-  const Traffic before = axis_ != nullptr ? axis_->traffic() : Traffic();
+  const Traffic experts_before = traffic_of(experts_axis_.get()), others_before = traffic_of(others_axis_.get());
   StepResult result;
   result.loss = forward(positions, chunks, "step", step, result.capacity);
   model_.backward(chunk_grads_);
   const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
   for (const epx::Group* const group : {&group_, &full_group_})
     if (*group) require_no_events(*group); // a GPU has finished the backward by now
-  if (axis_ != nullptr) require_no_events(axis_->group());
+  for (const FsdpAxis* const axis : {experts_axis_.get(), others_axis_.get()})
+    if (axis != nullptr) require_no_events(axis->group());
   for (const auto& layer : model_.layers())
     layer->require_no_device_errors();
-  summed_grads_.resize(parameters_.replicated().size);
-  world_.ordered_sum(chunk_grads, summed_grads_);
+  world_.ordered_sum(chunk_grads, parameters_.replicated_size(), parameters_.replicated_parts(), summed_grads_);
   parameters_.replicated().grads.assign(summed_grads_);
   const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
@@ -82,7 +89,8 @@ StepResult Trainer::step(int64_t step) {
   result.seconds = world_.largest(seconds.count());
   for (const auto& layer : model_.layers())
     result.load.push_back(layer->load());
-  result.traffic = traffic_since(before);
+  result.experts = traffic_since(experts_before, experts_axis_.get());
+  result.others = traffic_since(others_before, others_axis_.get());
   end_rerun(result.capacity);
   return result;
 }
@@ -125,10 +133,10 @@ CapacityUse Trainer::capacity_use() const {
   return use;
 }
 
-Traffic Trainer::traffic_since(const Traffic& before) const {
+Traffic Trainer::traffic_since(const Traffic& before, const FsdpAxis* axis) const {
   Traffic sum;
-  if (axis_ == nullptr) return sum;
-  const Traffic mine = {axis_->traffic().gathered - before.gathered, axis_->traffic().reduced - before.reduced};
+  if (axis == nullptr) return sum;
+  const Traffic mine = {axis->traffic().gathered - before.gathered, axis->traffic().reduced - before.reduced};
   for (const Traffic& theirs : world_.gather(std::span<const Traffic>(&mine, 1))) {
     sum.gathered += theirs.gathered;
     sum.reduced += theirs.reduced;
@@ -155,6 +163,7 @@ void Trainer::end_rerun(const CapacityUse& use) {
 }
 
 double Trainer::mean_loss(const std::vector<int64_t>& positions, const Chunks& chunks, const char* when, int64_t number) {
+  parameters_.gather();
   const std::vector<double> losses = world_.gather(std::span<const double>(model_.forward(text_, positions, chunks)));
   std::vector<RouterReport> reports;
   for (const auto& layer : model_.layers())

@@ -31,7 +31,8 @@ struct StepResult {
   double seconds = 0;       // of the slowest rank
   std::vector<double> load; // per layer
   CapacityUse capacity;
-  Traffic traffic; // over the FSDP axis, of all ranks
+  // Over the FSDP axes, of all ranks.
+  Traffic experts, others;
 };
 
 class Trainer {
@@ -54,8 +55,9 @@ public:
 
 private:
   std::vector<std::unique_ptr<MoeLayer>> make_epx_layers(epx::GroupView group);
-  CapacityUse capacity_use() const;                   // of the last forward
-  Traffic traffic_since(const Traffic& before) const; // of all ranks; collective
+  CapacityUse capacity_use() const; // of the last forward
+  // Collective. Of all ranks, over an axis that may be NULL.
+  Traffic traffic_since(const Traffic& before, const FsdpAxis* axis) const;
 
   // Computes a forward and returns its loss. Where it drops routes and --on-overflow is rerun, it is computed again, by layers
   // that have room for any routing. These stay the model's until end_rerun().
@@ -71,9 +73,10 @@ private:
   const Text& text_;
   Path path_;
   Parameters parameters_;
-  std::unique_ptr<FsdpAxis> axis_; // where it has more than one rank
-  epx::Group group_;               // empty when no layer is one of epx; outlives the blocks in model_
-  epx::Group full_group_;          // with room for any routing, once a step needed it
+  // Where experts are split. That of the other parameters has all ranks, so it contains the EP axis.
+  std::unique_ptr<FsdpAxis> experts_axis_, others_axis_;
+  epx::Group group_;      // empty when no layer is one of epx; outlives the blocks in model_
+  epx::Group full_group_; // with room for any routing, once a step needed it
   Model model_;
   std::vector<std::unique_ptr<MoeLayer>> full_layers_; // on full_group_
   ChunkGrads chunk_grads_;

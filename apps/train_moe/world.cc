@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace train {
 
@@ -68,15 +69,25 @@ std::vector<char> World::gather_bytes(std::span<const std::byte> part) const {
   return all;
 }
 
-void World::ordered_sum(std::span<const float> parts, std::span<float> sum) const {
-  const int count = as_count(std::ssize(sum));
-  std::fill(sum.begin(), sum.end(), 0.0f);
+void World::ordered_sum(std::span<const float> parts, int64_t size, std::span<const int64_t> kept,
+                        std::vector<float>& sum) const {
+  const int count = as_count(size);
+  sum.assign(static_cast<size_t>(size), 0.0f);
   if (rank_ > 0) MPI_Recv(sum.data(), count, MPI_FLOAT, rank_ - 1, 0, comm(), MPI_STATUS_IGNORE);
   for (; !parts.empty(); parts = parts.subspan(sum.size()))
     for (size_t i = 0; i < sum.size(); ++i)
       sum[i] += parts[i];
-  if (rank_ + 1 < size_) MPI_Send(sum.data(), count, MPI_FLOAT, rank_ + 1, 0, comm());
-  MPI_Bcast(sum.data(), count, MPI_FLOAT, size_ - 1, comm());
+  const int last = size_ - 1;
+  if (rank_ < last) MPI_Send(sum.data(), count, MPI_FLOAT, rank_ + 1, 0, comm());
+  if (kept.empty()) {
+    MPI_Bcast(sum.data(), count, MPI_FLOAT, last, comm());
+    return;
+  }
+  std::vector<int> counts(kept.begin(), kept.end()), begins(kept.size());
+  std::exclusive_scan(counts.begin(), counts.end(), begins.begin(), 0);
+  std::vector<float> mine(static_cast<size_t>(kept[rank_]));
+  MPI_Scatterv(sum.data(), counts.data(), begins.data(), MPI_FLOAT, mine.data(), counts[rank_], MPI_FLOAT, last, comm());
+  sum = std::move(mine);
 }
 
 double World::largest(double value) const {

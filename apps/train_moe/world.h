@@ -66,8 +66,10 @@ public:
   }
 
   // Computes the sum of all parts of all ranks, ((p0 + p1) + p2) + ..., in rank order and within a rank in order: the same bits
-  // however the parts are split over the ranks. `parts` has any number of parts, one after the other, of sum.size() elements.
-  void ordered_sum(std::span<const float> parts, std::span<float> sum) const;
+  // however the parts are split over the ranks. `parts` has any number of parts, one after the other, of `size` elements. The
+  // sum is on all ranks; where `kept` [P] is not empty, a rank gets its next kept[rank] elements alone.
+  void ordered_sum(std::span<const float> parts, int64_t size, std::span<const int64_t> kept,
+                   std::vector<float>& sum) const;
 
   double largest(double value) const; // returns the largest value of all ranks
   void barrier() const;

@@ -43,6 +43,16 @@ class Devices(TrainTest):
             with self.subTest(args):
                 self.assert_close(self.run_cuda("--aux-loss", 0, *args), host, limit=1e-3)
 
+    def test_weights_that_are_gathered(self):
+        """Rounded or quantised before: in the first step the loss has the bits of weights that are whole."""
+        fsdp = ("--fsdp", self.num_ranks)
+        for args in (BF16, (*CUDA, "--hidden", 128, "--ffn", 128, "--recipe", "fp8")):
+            with self.subTest(args):
+                whole = self.run_cuda("--aux-loss", 0, *args)
+                run = self.run_cuda("--aux-loss", 0, *args, *fsdp)
+                self.assertEqual(run.losses[0], whole.losses[0])
+                self.assertLessEqual(largest_deviation(run.losses, whole.losses), 0.02)
+
     def test_ranks_agree(self):
         for device in (CUDA, BF16):
             with self.subTest(device):

@@ -7,10 +7,14 @@ import train_runs
 from train_runs import TrainTest
 
 RANKS = 4
-HIDDEN, FFN, LAYERS, BATCH = 16, 24, 2, 256
+HIDDEN, FFN, LAYERS, BATCH, CONTEXT, EMBEDDING = 16, 24, 2, 256, 4, 16
+BYTE_VALUES, ROW = 256, 64  # of the embedding; the parameters that are not experts' are split in rows of so many
+BLOCK = 128  # rows and columns of a weight in FP8 that have one scale
+IN_FP8 = ("--recipe", "fp8", "--hidden", BLOCK, "--ffn", BLOCK)
 EP_2_FSDP_2 = ("--ep", 2, "--fsdp", 2)
 # The load-balance loss is that of the tokens of each EP axis, so meshes are compared without it.
-MODEL = ("--batch", BATCH, "--hidden", HIDDEN, "--ffn", FFN, "--layers", LAYERS, "--context", 4, "--aux-loss", 0)
+MODEL = ("--batch", BATCH, "--hidden", HIDDEN, "--ffn", FFN, "--layers", LAYERS, "--context", CONTEXT,
+         "--embedding", EMBEDDING, "--aux-loss", 0)
 LIMIT = 1e-5  # relative, where sums have another order
 
 
@@ -18,10 +22,15 @@ class Mesh(TrainTest):
     def run_model(self, *args, steps=20, num_ranks=RANKS):
         return self.train(num_ranks, *MODEL, "--steps", steps, *args)
 
-    def check_bytes(self, run, experts, fsdp):
-        """Each of fsdp ranks gets of its experts' matrices what the others keep, once per layer, and so do gradients."""
-        expected = LAYERS * experts * 3 * HIDDEN * FFN * 4 * (fsdp - 1)
-        self.assertEqual(run.final["fsdp_bytes_per_step"], {"gathered": expected, "reduced": expected}, run)
+    def check_bytes(self, run, experts, fsdp, hidden=HIDDEN, ffn=FFN, bytes_gathered=4, bytes_reduced=4):
+        """Each of fsdp ranks gets of its experts' matrices what the others keep, once per layer, and so do gradients. Each of
+        all ranks gets what the others keep of the rest."""
+        elements = LAYERS * experts * 3 * hidden * ffn * (fsdp - 1)
+        embedded = CONTEXT * EMBEDDING
+        others = BYTE_VALUES * EMBEDDING + hidden * (embedded + 1) + LAYERS * experts * hidden + BYTE_VALUES * (hidden + 1)
+        expected = {"experts_gathered": int(elements * bytes_gathered), "experts_reduced": elements * bytes_reduced,
+                    "others_gathered": 4 * math.ceil(others / ROW) * ROW * (RANKS - 1) if fsdp > 1 else 0}
+        self.assertEqual(run.final["fsdp_bytes_per_step"], expected, run)
 
     def test_bytes_over_the_axis(self):
         for experts, fsdp in ((8, 1), (8, 2), (8, 4), (5, 2)):
@@ -29,6 +38,23 @@ class Mesh(TrainTest):
                 run = self.run_model("--fsdp", fsdp, "--experts", experts, steps=2)
                 self.assertEqual([run.final["ep"], run.final["fsdp"]], [RANKS // fsdp, fsdp])
                 self.check_bytes(run, experts, fsdp)
+
+    def test_experts_in_fp8_are_quantised_before_they_are_gathered(self):
+        """In the first step, whose weights no gradients have changed, the loss has the bits of weights that are whole."""
+        whole = self.run_model(*IN_FP8, steps=5)
+        for fsdp in (2, 4):
+            with self.subTest(fsdp=fsdp):
+                run = self.run_model(*IN_FP8, "--fsdp", fsdp, steps=5)
+                self.assertEqual(run.losses[0], whole.losses[0])
+                self.assertLessEqual(train_runs.largest_deviation(run.losses, whole.losses), 1e-3)
+                self.check_bytes(run, 8, fsdp, BLOCK, BLOCK, bytes_gathered=1 + 4 / BLOCK**2)
+
+    def test_gradients_in_bfloat16(self):
+        whole = self.run_model(*EP_2_FSDP_2, steps=5)
+        run = self.run_model(*EP_2_FSDP_2, "--fsdp-grads", "bf16", steps=5)
+        self.check_bytes(run, 8, 2, bytes_reduced=2)
+        self.assertNotEqual(run.losses, whole.losses, "nothing was rounded to bfloat16")
+        self.assertLessEqual(train_runs.largest_deviation(run.losses, whole.losses), 1e-3)
 
     def test_one_loss(self):
         one = self.run_model()
@@ -74,6 +100,7 @@ class Mesh(TrainTest):
                             (("--ep", 2, "--fsdp", 1), ("--ep 2", "--fsdp 1", "mesh of 2 ranks")),
                             (("--ep", 0), ("--ep", "Value 0")),
                             (("--fsdp", 2, "--path", "native"), ("--fsdp", "--path native")),
+                            (("--fsdp-grads", "bf16"), ("--fsdp-grads bf16", "without --fsdp")),
                             (("--ep", 2, "--capacity-factor", 2), ("--capacity-factor", "--ep"))):
             with self.subTest(args):
                 self.assert_refused(self.launch(RANKS, "--steps", 1, *args), *words)

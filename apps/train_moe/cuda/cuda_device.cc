@@ -26,12 +26,30 @@ private:
   cudaStream_t stream_ = nullptr;
 };
 
+class Event {
+public:
+  Event() { require(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "cudaEventCreateWithFlags"); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  // Has `later` wait for what `earlier` has been given.
+  void order(const Stream& earlier, const Stream& later) const {
+    require(cudaEventRecord(event_, earlier.get()), "cudaEventRecord");
+    require(cudaStreamWaitEvent(later.get(), event_, 0), "cudaStreamWaitEvent");
+  }
+
+private:
+  cudaEvent_t event_ = nullptr;
+};
+
 class CudaDevice final : public Device {
 public:
   CudaDevice() : products_(stream_.get()) {}
 
   bool is_host() const override { return false; }
   epx_stream stream() const override { return stream_.get(); }
+  epx_stream side_stream() const override { return side_stream_.get(); }
   double available_memory() const override {
     size_t available = 0, all = 0;
     require(cudaMemGetInfo(&available, &all), "cudaMemGetInfo");
@@ -59,6 +77,8 @@ public:
     copy(to_host, from, bytes, cudaMemcpyDeviceToHost);
   }
   void synchronize() override { require(cudaStreamSynchronize(stream_.get()), "cudaStreamSynchronize"); }
+  void fork() override { event_.order(stream_, side_stream_); }
+  void join() override { event_.order(side_stream_, stream_); }
 
   void embed(const float* table, const unsigned char* bytes, int64_t count, int64_t width, float* out) override {
     require(cuda::embed(table, bytes, count, width, out, stream_.get()), "embed");
@@ -108,7 +128,8 @@ private:
     synchronize();
   }
 
-  Stream stream_;
+  Stream stream_, side_stream_;
+  Event event_; // a wait is for the last record before it
   cuda::Products products_;
 };
 
