@@ -293,10 +293,11 @@ typedef struct epx_moe_permute_args {
   const epx_tensor* topk_weights; /**< [in, optional] [T, K] any dtype */
   const epx_tensor* rows;         /**< [out] [N, H] dtype of tokens */
   const epx_tensor* row_weights;  /**< [out] [N] dtype of topk_weights, iff those are given */
+  epx_pads pads;                  /**< what becomes of rows that no route maps to */
 } epx_moe_permute_args;
 
 /** rows[row_map[t, k]] = tokens[t], bit for bit, and row_weights[row_map[t, k]] = topk_weights[t, k]. Rows that no route
- * maps to become zero. */
+ * maps to become zero, unless pads is EPX_PADS_UNTOUCHED. */
 EPX_API epx_status epx_moe_permute(const epx_moe_permute_args* args);
 /** The bytes of workspace that the call needs on CUDA; see epx_moe_router_bwd_workspace(). */
 EPX_API epx_status epx_moe_permute_workspace(const epx_moe_permute_args* args, size_t* bytes);

@@ -169,6 +169,7 @@ struct PermuteArgs {
   ConstTensor topk_weights = {}; // optional
   Tensor rows = {};
   Tensor row_weights = {}; // iff topk_weights is given
+  epx_pads pads = EPX_PADS_ZERO;
 };
 
 struct PermuteBwdArgs {
@@ -453,6 +454,7 @@ inline epx_moe_permute_args c_call(const PermuteArgs& args) noexcept {
   call.topk_weights = args.topk_weights.get();
   call.rows = args.rows.get();
   call.row_weights = args.row_weights.get();
+  call.pads = args.pads;
   return call;
 }
 

@@ -42,7 +42,7 @@ public:
       std::vector<std::byte> parts(static_cast<size_t>(num_rows_) * bytes);
       for (int64_t row = 0; row < num_rows_; ++row)
         std::copy_n(part_of(row), bytes, parts.data() + static_cast<size_t>(row) * bytes);
-      scatter_tokens(map, parts.data(), to, static_cast<int64_t>(bytes));
+      scatter_tokens(map, parts.data(), to, static_cast<int64_t>(bytes), EPX_PADS_ZERO);
     };
     scatter_parts(
         wire_.element_bytes(), [&](int64_t row) { return at(row); }, codes.data);
@@ -95,8 +95,8 @@ public:
       }
     }
     if (args.recv_tokens->dtype == kDtypeOf<T>)
-      scatter_tokens(map, tokens, args.recv_tokens->data, row_bytes(kDtypeOf<T>, hidden));
-    scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T));
+      scatter_tokens(map, tokens, args.recv_tokens->data, row_bytes(kDtypeOf<T>, hidden), EPX_PADS_ZERO);
+    scatter_routes(map, args.topk_weights->data, args.recv_weights->data, sizeof(T), EPX_PADS_ZERO);
   }
 
   void combine(const ExchangeCall&, const epx_combine_args& args) override {
@@ -115,7 +115,7 @@ public:
     scatter_weighted<T>(map, grad_out, weights_by_route(map, args.recv_weights), hidden, data_of<T>(args.grad_expert_out));
     if (args.grad_recv_weights == nullptr) return;
     dot_rows<T>(map, grad_out, data_of<T>(args.expert_out), hidden, weights_.data());
-    scatter_routes(map, weights_.data(), args.grad_recv_weights->data, sizeof(T));
+    scatter_routes(map, weights_.data(), args.grad_recv_weights->data, sizeof(T), EPX_PADS_ZERO);
   }
 
   void dispatch_bwd(const ExchangeCall&, const epx_dispatch_bwd_args& args) override {

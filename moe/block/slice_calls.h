@@ -47,7 +47,7 @@ inline Tensor first_rows(const Tensor& tensor, int64_t rows) {
   return {tensor.data(), tensor.dtype(), {rows, tensor.size(1)}};
 }
 
-// The local permutation by a row map; see epx_moe.h.
+// The local permutation by a row map; see epx_moe.h. Nothing reads rows that no route has.
 class Permutation {
 public:
   Permutation(const CallPlace& place, const Tensor& row_map) : place_(place), row_map_(row_map) {}
@@ -61,6 +61,7 @@ public:
     args.topk_weights = topk_weights;
     args.rows = rows;
     args.row_weights = row_weights;
+    args.pads = EPX_PADS_UNTOUCHED;
     throw_if_failed(epx_moe_permute(&args));
   }
   // tokens[t] = the sum of its rows.

@@ -115,16 +115,19 @@ epx_status epx_moe_permute(const epx_moe_permute_args* args) {
     const int64_t hidden = require_hidden(*args->tokens, "tokens");
     require_tensor(args->rows, "rows", {args->tokens->dtype}, {{"N", kAnySize}, {"H", hidden}});
     const RowMap map = require_map(args->row_map, args->rows->sizes[0], place);
+    if (args->pads != EPX_PADS_ZERO && args->pads != EPX_PADS_UNTOUCHED)
+      fail(EPX_ERROR_INVALID_ARGUMENT, "pads is {}; it must be EPX_PADS_ZERO ({}) or EPX_PADS_UNTOUCHED ({})",
+           static_cast<int>(args->pads), static_cast<int>(EPX_PADS_ZERO), static_cast<int>(EPX_PADS_UNTOUCHED));
     require_both_or_neither(args->topk_weights, "topk_weights", args->row_weights, "row_weights");
     if (args->topk_weights != nullptr) {
       require_any_tensor(args->topk_weights, "topk_weights", {tokens_of(map), top_k_of(map)});
       require_tensor(args->row_weights, "row_weights", {args->topk_weights->dtype}, {{"N", map.num_rows}});
     }
     if (place == Place::cuda) return enqueue_on_cuda([&](auto) { moe::cuda::enqueue(*args, map); });
-    scatter_tokens(map, args->tokens->data, args->rows->data, row_bytes(args->tokens->dtype, hidden));
+    scatter_tokens(map, args->tokens->data, args->rows->data, row_bytes(args->tokens->dtype, hidden), args->pads);
     if (args->topk_weights != nullptr)
       scatter_routes(map, args->topk_weights->data, args->row_weights->data,
-                     single_element_bytes(args->topk_weights->dtype));
+                     single_element_bytes(args->topk_weights->dtype), args->pads);
   });
 }
 

@@ -18,11 +18,11 @@ void make_row_map(Integers topk_idx, int64_t num_tokens, int64_t top_k, int64_t 
 // Throws for a row >= N or < -1, and for one that two routes have.
 void validate(const RowMap& map);
 
-// to[row of (t, k)] = from[t] for items of item_bytes bytes; every other row of `to` becomes zero.
-void scatter_tokens(const RowMap& map, const void* from, void* to, int64_t item_bytes);
+// to[row of (t, k)] = from[t] for items of item_bytes bytes. `pads` is of all other rows of `to`.
+void scatter_tokens(const RowMap& map, const void* from, void* to, int64_t item_bytes, epx_pads pads);
 
 // to[row of (t, k)] = from[t, k] likewise.
-void scatter_routes(const RowMap& map, const void* from, void* to, int64_t item_bytes);
+void scatter_routes(const RowMap& map, const void* from, void* to, int64_t item_bytes, epx_pads pads);
 
 // tokens[t] = sum over k of weights[t, k] * rows[row of (t, k)] in k order; weights may be NULL.
 template <typename T>

@@ -118,6 +118,7 @@ TEST_CASE("bad arguments of epx_moe_permute are refused") {
       {Op::permute, [](C& c) { c.weights.sizes[1] = 3; }, {"topk_weights", "3", "2"}},
       {Op::permute, [](C& c) { c.out_row_weights.sizes[0] = 6; }, {"row_weights", "6", "7"}},
       {Op::permute, [](C& c) { c.out_row_weights.dtype = EPX_FLOAT64; }, {"row_weights", "float64", "float32"}},
+      {Op::permute, [](C& c) { c.permute.pads = static_cast<epx_pads>(2); }, {"pads is 2", "EPX_PADS_UNTOUCHED"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.struct_size = 0; }, {"struct_size", "0"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_rows = nullptr; }, {"grad_rows", "NULL"}},
       {Op::permute_bwd, [](C& c) { c.permute_bwd.grad_tokens = nullptr; }, {"grad_tokens", "NULL"}},

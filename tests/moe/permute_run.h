@@ -43,7 +43,7 @@ struct Permuted {
 
 template <typename T, typename Weight = float>
 Permuted<T, Weight> run_permute(const Tensor<int32_t>& row_map, const Tensor<T>& tokens, int64_t num_rows,
-                                const Tensor<Weight>* topk_weights = nullptr) {
+                                const Tensor<Weight>* topk_weights = nullptr, epx_pads pads = EPX_PADS_ZERO) {
   Permuted<T, Weight> permuted = {scribbled<T>({num_rows, tokens.size(1)}),
                                   scribbled<Weight>({topk_weights != nullptr ? num_rows : 0})};
   epx_moe_permute_args args = {};
@@ -55,6 +55,7 @@ Permuted<T, Weight> run_permute(const Tensor<int32_t>& row_map, const Tensor<T>&
     args.topk_weights = topk_weights->get();
     args.row_weights = permuted.row_weights.get();
   }
+  args.pads = pads;
   args.cuda = place_of_call(epx_moe_permute_workspace, &args);
   require_ok(epx_moe_permute(&args), "epx_moe_permute");
   finish_call();

@@ -98,10 +98,22 @@ std::string permute_fault(int64_t hidden) {
   std::string wrong = difference(permuted.rows, rows);
   if (wrong.empty()) wrong = difference(permuted.row_weights, row_weights);
   if (wrong.empty()) wrong = difference(run_permute(map.row_map, tokens, num_rows).rows, rows);
+  auto untouched_rows = scribbled<T>({num_rows, hidden});
+  auto untouched_weights = scribbled<Weight>({num_rows});
+  for (int64_t route = 0; route < map.row_map.count(); ++route) {
+    const int64_t row = map.row_map[route];
+    if (row < 0) continue;
+    for (int64_t h = 0; h < hidden; ++h)
+      untouched_rows(row, h) = rows(row, h);
+    untouched_weights[row] = row_weights[row];
+  }
+  const auto others_untouched = run_permute(map.row_map, tokens, num_rows, &topk_weights, EPX_PADS_UNTOUCHED);
+  if (wrong.empty()) wrong = difference(others_untouched.rows, untouched_rows);
+  if (wrong.empty()) wrong = difference(others_untouched.row_weights, untouched_weights);
   return wrong;
 }
 
-TEST_CASE("permute copies any dtype bit for bit and clears rows that no route maps to") {
+TEST_CASE("permute copies any dtype bit for bit, and clears rows that no route maps to unless they are to stay") {
   for (const int64_t hidden : {1, 7, 33}) {
     CAPTURE(hidden);
     CHECK(permute_fault<uint16_t, float>(hidden) == "");

@@ -319,6 +319,10 @@ TEST_CASE("epx_moe.hpp: rows are sorted, computed and brought back") {
   moe::permute(permute);
   CHECK(rows == std::vector<float>{2, 0, 1, 3});
   CHECK(row_weights == std::vector<float>{1, 0, 0.5F, 2});
+  std::vector<float> others_stay(4, -1);
+  moe::permute(
+      {.row_map = permute.row_map, .tokens = permute.tokens, .rows = {others_stay, {4, 1}}, .pads = EPX_PADS_UNTOUCHED});
+  CHECK(others_stay == std::vector<float>{2, -1, 1, 3});
   static_cast<void>(moe::permute_workspace(permute));
   moe::unpermute({.row_map = {row_map, {kTokens, 1}},
                   .rows = {rows, {4, 1}},

@@ -33,7 +33,7 @@ void enqueue(const epx_moe_permute_args& args, const RowMap& map) {
   call.require_launched(
       launch_permute({map, args.tokens->data, args.rows->data, row_bytes(args.tokens->dtype, args.tokens->sizes[1]),
                       data_of<void>(args.topk_weights), data_of<void>(args.row_weights),
-                      has_weights ? single_element_bytes(args.topk_weights->dtype) : 0,
+                      has_weights ? single_element_bytes(args.topk_weights->dtype) : 0, args.pads == EPX_PADS_ZERO,
                       static_cast<uint32_t*>(call.workspace()), call.errors()},
                      call.target()));
 }

@@ -53,6 +53,7 @@ struct PermuteCall {
   const void* topk_weights; // [T, K] of any dtype, as row_weights; or both NULL
   void* row_weights;        // [N]
   int64_t weight_bytes;     // of one weight
+  bool zeroes_pads;         // rows that no route maps to become zero
   uint32_t* owners;         // [N]: the workspace
   ErrorSink errors;
 };

@@ -55,20 +55,17 @@ cudaError_t find_owners(const RowMap& map, uint32_t* owners, const ErrorSink& er
                            owners, errors);
 }
 
-// The items of a kernel that writes rows: first the routes, then the rows, 32 at a time.
-__device__ inline int64_t num_row_items(const RowMap& map) {
-  return num_routes(map) + (map.num_rows + kWarp - 1) / kWarp;
-}
-epx::cuda::Grid grid_of_rows(const RowMap& map, const LaunchTarget& target) {
-  return grid_of_warps(map.num_tokens * map.top_k + (map.num_rows + kWarp - 1) / kWarp, target);
+// The items of a kernel that writes rows: first the routes, then the rows, 32 at a time, if it zeroes them.
+__host__ __device__ inline int64_t num_row_items(const RowMap& map, bool zeroes_pads) {
+  return map.num_tokens * map.top_k + (zeroes_pads ? (map.num_rows + kWarp - 1) / kWarp : 0);
 }
 
 // Calls write(route, row), where row is -1 if the route owns none, and zero(row) for rows that no route owns. All lanes call
 // both.
 template <typename Write, typename Zero>
-__device__ inline void for_each_row_item(const RowMap& map, const uint32_t* owners, const ErrorSink& errors,
-                                         const Write& write, const Zero& zero) {
-  for_each_item(num_row_items(map), [&](int64_t item) {
+__device__ inline void for_each_row_item(const RowMap& map, bool zeroes_pads, const uint32_t* owners,
+                                         const ErrorSink& errors, const Write& write, const Zero& zero) {
+  for_each_item(num_row_items(map, zeroes_pads), [&](int64_t item) {
     if (item < num_routes(map)) {
       const int64_t row = row_of(map, item);
       const bool is_owner = row >= 0 && owners[row] == static_cast<uint32_t>(item);
@@ -97,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(const __grid_constant
   // Without tokens topk_weights may be NULL where row_weights are not, and these are to become zero all the same.
   const bool has_weight_byte = row_weights != nullptr && lane() < call.weight_bytes;
   for_each_row_item(
-      call.map, call.owners, call.errors,
+      call.map, call.zeroes_pads, call.owners, call.errors,
       [&](int64_t route, int64_t row) {
         if (row < 0) return;
         copy_units<Unit>(tokens + route / call.map.top_k * call.row_bytes, rows + row * call.row_bytes, call.row_bytes);
@@ -170,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) unpermute_bwd_kernel(const __grid_co
   auto* const grad_rows = static_cast<T*>(call.grad_rows);
   const auto* const rows = static_cast<const T*>(call.rows);
   for_each_row_item(
-      call.map, call.owners, call.errors,
+      call.map, true, call.owners, call.errors,
       [&](int64_t route, int64_t row) {
         float acc[kFragment] = {};
         if (row >= 0) {
@@ -232,7 +229,7 @@ std::vector<const void*> permute_and_sum_kernels() {
 
 int launch_permute(const PermuteCall& call, const LaunchTarget& target) {
   if (const cudaError_t error = find_owners(call.map, call.owners, call.errors, target); error != cudaSuccess) return error;
-  const epx::cuda::Grid grid = grid_of_rows(call.map, target);
+  const epx::cuda::Grid grid = grid_of_warps(num_row_items(call.map, call.zeroes_pads), target);
   if (grid.blocks == 0) return cudaSuccess;
   const uint64_t bits = bits_of(call.tokens) | bits_of(call.rows);
   const auto kernel = fits_units(bits, call.row_bytes, 16)  ? &permute_kernel<uint4>
@@ -253,7 +250,7 @@ int launch_sum(const SumCall& call, const LaunchTarget& target) {
 
 int launch_unpermute_bwd(const UnpermuteBwdCall& call, const LaunchTarget& target) {
   if (const cudaError_t error = find_owners(call.map, call.owners, call.errors, target); error != cudaSuccess) return error;
-  const epx::cuda::Grid grid = grid_of_rows(call.map, target);
+  const epx::cuda::Grid grid = grid_of_warps(num_row_items(call.map, true), target);
   if (grid.blocks == 0) return cudaSuccess;
   const uint64_t bits = bits_of(call.grad_tokens) | bits_of(call.grad_rows) | bits_of(call.rows);
   return with_row_type(call.dtype, bits, call.hidden, [&]<typename T, bool kVector>() {

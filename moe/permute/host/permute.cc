@@ -28,10 +28,10 @@ void zero_rows_without_route(const RowMap& map, std::byte* to, int64_t row_bytes
 
 // Copies item_of(t, k) of `from` to the row of each route.
 template <typename ItemOf>
-void scatter(const RowMap& map, const void* from, void* to, int64_t item_bytes, ItemOf&& item_of) {
+void scatter(const RowMap& map, const void* from, void* to, int64_t item_bytes, epx_pads pads, ItemOf&& item_of) {
   auto* const rows = static_cast<std::byte*>(to);
   const auto* const items = static_cast<const std::byte*>(from);
-  zero_rows_without_route(map, rows, item_bytes);
+  if (pads == EPX_PADS_ZERO) zero_rows_without_route(map, rows, item_bytes);
   for_each_route(map, [&](int64_t t, int64_t k, int64_t row) {
     std::memcpy(rows + row * item_bytes, items + item_of(t, k) * item_bytes, static_cast<size_t>(item_bytes));
   });
@@ -101,12 +101,12 @@ void validate(const RowMap& map) {
   }
 }
 
-void scatter_tokens(const RowMap& map, const void* from, void* to, int64_t item_bytes) {
-  scatter(map, from, to, item_bytes, [](int64_t t, int64_t) { return t; });
+void scatter_tokens(const RowMap& map, const void* from, void* to, int64_t item_bytes, epx_pads pads) {
+  scatter(map, from, to, item_bytes, pads, [](int64_t t, int64_t) { return t; });
 }
 
-void scatter_routes(const RowMap& map, const void* from, void* to, int64_t item_bytes) {
-  scatter(map, from, to, item_bytes, [&](int64_t t, int64_t k) { return t * map.top_k + k; });
+void scatter_routes(const RowMap& map, const void* from, void* to, int64_t item_bytes, epx_pads pads) {
+  scatter(map, from, to, item_bytes, pads, [&](int64_t t, int64_t k) { return t * map.top_k + k; });
 }
 
 template <typename T>
@@ -135,7 +135,7 @@ void gather_routes(const RowMap& map, const T* row_values, T* values) {
 template <typename T>
 void scatter_weighted(const RowMap& map, const T* grad_tokens, const T* weights, int64_t hidden, T* grad_rows) {
   if (weights == nullptr) {
-    scatter_tokens(map, grad_tokens, grad_rows, row_bytes(kDtypeOf<T>, hidden));
+    scatter_tokens(map, grad_tokens, grad_rows, row_bytes(kDtypeOf<T>, hidden), EPX_PADS_ZERO);
     return;
   }
   zero_rows_without_route(map, reinterpret_cast<std::byte*>(grad_rows), row_bytes(kDtypeOf<T>, hidden));
