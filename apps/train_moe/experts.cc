@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "apps/train_moe/experts.h"
 
+#include <utility>
+
 #include "apps/train_moe/pieces.h"
 
 namespace train {
@@ -17,8 +19,8 @@ ExpertWeights::ExpertWeights(FsdpAxis* axis, Device& device, Parameters& paramet
                              const Mesh& mesh, const Experts& ids)
     : device_(device), parameters_(parameters), model_(options.model), dtype_(dtype_of_elements(options)),
       count_(ownership(model_.experts, mesh.ep).count), axis_(count_ > 0 ? axis : nullptr), cuda_(device.stream()),
-      gate_up_(weight(ids.gate_up, count_ * 2 * model_.ffn, model_.hidden, mesh.rows_to_keep)),
-      down_(weight(ids.down, count_ * model_.hidden, model_.ffn, mesh.rows_to_keep)) {
+      gate_up_(weight(ids.gate_up, count_ * 2 * model_.ffn, model_.hidden, mesh.row_unit)),
+      down_(weight(ids.down, count_ * model_.hidden, model_.ffn, mesh.row_unit)) {
   if (gate_up_.scales)
     use_fp8();
   else

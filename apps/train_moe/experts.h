@@ -25,7 +25,7 @@ struct Experts {
 // gathered: the same bits as those of gathered parameters that are rounded or quantised, in fewer bytes.
 class ExpertWeights {
 public:
-  // Collective over the axis, which may be NULL: then the parameters are whole. What is passed by reference must outlive this.
+  // Collective over the axis, which may be NULL: then the parameters are whole. All but options, mesh and ids must outlive this.
   ExpertWeights(FsdpAxis* axis, Device& device, Parameters& parameters, const Options& options, const Mesh& mesh,
                 const Experts& ids);
   ExpertWeights(const ExpertWeights&) = delete;

@@ -34,16 +34,16 @@ struct FsdpAxis::Slices {
   SplitMatrix::Integers input_offsets, send_sizes, output_offsets, recv_sizes;
 };
 
-SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_rows, int64_t row_width, int64_t unit)
-    : rows(num_rows), width(row_width), axis(axis_of_ranks), mine(ownership(rows, axis, unit)),
-      most_rows(ownership(rows, {0, axis.size}, unit).count), all_(device) {
+SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_rows, int64_t row_width, int64_t row_unit)
+    : rows(num_rows), width(row_width), unit(row_unit), axis(axis_of_ranks), mine(part(axis.rank)),
+      most_rows(part(0).count), all_(device) {
   std::vector<int32_t> all(static_cast<size_t>(kNumIntegers * axis.size));
   for (int rank = 0; rank < axis.size; ++rank) {
-    const Ownership part = ownership(rows, {rank, axis.size}, unit);
+    const Ownership theirs = part(rank);
     const auto set = [&](Integers which, int64_t value) { all[which * axis.size + rank] = as_count(value); };
-    set(firsts, part.first);
-    set(counts, part.count);
-    set(landings, axis.rank * part.count);
+    set(firsts, theirs.first);
+    set(counts, theirs.count);
+    set(landings, axis.rank * theirs.count);
     set(my_first, mine.first);
     set(my_count, mine.count);
   }

@@ -29,8 +29,9 @@ struct SplitMatrix {
 
   int64_t size() const { return rows * width; }
   int64_t kept_size() const { return mine.count * width; } // of this rank
+  Ownership part(int rank) const { return ownership(rows, {rank, axis.size}, unit); }
 
-  int64_t rows, width;
+  int64_t rows, width, unit;
   Axis axis;
   Ownership mine;
   int64_t most_rows; // that a rank keeps

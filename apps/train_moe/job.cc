@@ -92,7 +92,7 @@ void Job::finish() {
                           {"fsdp_bytes_per_step",
                            {{"experts_gathered", last_.experts.gathered},
                             {"experts_reduced", last_.experts.reduced},
-                            {"others_gathered", last_.others.gathered}}},
+                            {"shared_gathered", last_.shared.gathered}}},
                           {"median_ms_per_step", times}});
   world_.together([&] {
     if (log_ != nullptr) log_->close();

@@ -10,7 +10,7 @@ namespace {
 // Need is in bytes, as double, since a product of options may be more than any integer type holds.
 struct Need {
   double parameters = 0;      // with their gradients and AdamW's moments, and what is gathered of others'
-  double chunk_gradients = 0; // of the replicated parameters, one copy per chunk
+  double chunk_gradients = 0; // of the shared parameters, one copy per chunk
   double activations = 0;     // of a step
 
   double all() const { return parameters + chunk_gradients + activations; }
@@ -37,8 +37,11 @@ Need need_of(const Options& options, const Mesh& mesh, const Chunks& chunks, int
   const double tokens = static_cast<double>(chunks.num_tokens());
   Need need;
   need.parameters = kBytesOfFloat * kAdamCopies * ((is_split ? shared / mesh.all.size : shared) + experts / mesh.fsdp.size);
-  if (is_split) // what is gathered, and a layer's gradients with their parts
-    need.parameters += kBytesOfFloat * (shared + 2 * experts / layers) + bytes_of_weight(options) * experts;
+  // What is gathered, and a layer's gradients with the parts of their sums: of gate and up, two thirds, in float32, and with
+  // bfloat16 what is sent and what arrives in it, too.
+  const double parts = options.fsdp_grads == Dtype::bf16 ? 4.0 / 3 : 2.0 / 3;
+  if (is_split)
+    need.parameters += kBytesOfFloat * (shared + (1 + parts) * experts / layers) + bytes_of_weight(options) * experts;
   need.chunk_gradients =
       kBytesOfFloat * static_cast<double>(chunks.count()) * (replicates_experts ? shared + experts : shared);
   need.activations =

@@ -16,9 +16,11 @@ Mesh make_mesh(const World& world, const Options& options) {
   const int fsdp = options.fsdp > 0 ? options.fsdp : ranks / ep;
   if (int64_t{ep} * fsdp != ranks)
     fail(kExitUsage, "--ep {} and --fsdp {} are a mesh of {} ranks; there are {}", ep, fsdp, int64_t{ep} * fsdp, ranks);
+  if (fsdp == 1 && options.fsdp_grads == Dtype::bf16)
+    fail(kExitUsage, "--fsdp-grads is bf16 and the FSDP axis has 1 rank; no gradients travel over it");
   // A rank quantises what it keeps, and rows of a block have one scale.
-  const int64_t rows_to_keep = options.recipe == EPX_MOE_RECIPE_WIDE ? 1 : kFp8Block;
-  return {{world.rank(), ranks}, {world.rank() % ep, ep}, {world.rank() / ep, fsdp}, rows_to_keep};
+  const int64_t row_unit = options.recipe == EPX_MOE_RECIPE_WIDE ? 1 : kFp8Block;
+  return {{world.rank(), ranks}, {world.rank() % ep, ep}, {world.rank() / ep, fsdp}, row_unit};
 }
 
 Ownership ownership(int64_t total, const Axis& axis, int64_t unit) {
@@ -29,7 +31,7 @@ Ownership ownership(int64_t total, const Axis& axis, int64_t unit) {
 
 Ownership rows_kept(const Mesh& mesh, int64_t experts, int64_t rows) {
   const Ownership here = ownership(experts, mesh.ep);
-  const Ownership part = ownership(here.count * rows, mesh.fsdp, mesh.rows_to_keep);
+  const Ownership part = ownership(here.count * rows, mesh.fsdp, mesh.row_unit);
   return {here.first * rows + part.first, part.count};
 }
 

@@ -17,17 +17,17 @@ struct Axis {
 };
 
 struct Mesh {
-  Axis all;                 // the ranks of the job
-  Axis ep;                  // rank r of the job is rank r % ep.size here
-  Axis fsdp;                // and r / ep.size here
-  int64_t rows_to_keep = 1; // of experts' matrices; a rank keeps multiples of it
+  Axis all;             // the ranks of the job
+  Axis ep;              // rank r of the job is rank r % ep.size here
+  Axis fsdp;            // and r / ep.size here
+  int64_t row_unit = 1; // of experts' matrices a rank keeps multiples of so many rows
 };
 
 // Throws Error where --ep and --fsdp are not a mesh of all ranks.
 Mesh make_mesh(const World& world, const Options& options);
 
-// What one of several owners has of `total` things, in multiples of `unit`: contiguous blocks, the first owners have one unit
-// more where they do not come out even, as experts in epx.
+// What one of several owners has of `total` things, a multiple of `unit`: contiguous blocks of multiples of it. The first owners
+// have one unit more where they do not come out even, as experts in epx.
 struct Ownership {
   int64_t first = 0;
   int64_t count = 0;

@@ -24,22 +24,22 @@ Model::Model(Device& device, const ModelOptions& options, Parameters& parameters
   const int64_t ffn = options.ffn;
   const auto add_experts = [&](const std::string& name, int64_t rows, int64_t width, double limit) {
     const Ownership kept = rows_kept(mesh, options.experts, rows);
-    return replicate_experts ? parameters.add_replicated(name, {options.experts, rows, width}, limit)
+    return replicate_experts ? parameters.add_shared(name, {options.experts, rows, width}, limit)
                              : parameters.add_sharded(name, {options.experts, rows, width}, limit, kept.first * width,
                                                       kept.count * width);
   };
-  embedding_ = parameters.add_replicated("embedding", {kBytes, options.embedding}, std::sqrt(3.0));
-  in_weight_ = parameters.add_replicated("in_weight", {hidden, context_width_}, init_limit(context_width_));
-  in_bias_ = parameters.add_replicated("in_bias", {hidden}, 0, false);
+  embedding_ = parameters.add_shared("embedding", {kBytes, options.embedding}, std::sqrt(3.0));
+  in_weight_ = parameters.add_shared("in_weight", {hidden, context_width_}, init_limit(context_width_));
+  in_bias_ = parameters.add_shared("in_bias", {hidden}, 0, false);
   for (int l = 0; l < options.layers; ++l) {
     const std::string prefix = fmt::format("layer{}.", l);
-    layers_.emplace_back(
-        device, parameters.add_replicated(prefix + "router_weight", {options.experts, hidden}, init_limit(hidden)));
+    layers_.emplace_back(device,
+                         parameters.add_shared(prefix + "router_weight", {options.experts, hidden}, init_limit(hidden)));
     experts_.push_back({add_experts(prefix + "gate_up_weight", 2 * ffn, hidden, init_limit(hidden)),
                         add_experts(prefix + "down_weight", hidden, ffn, init_limit(ffn))});
   }
-  out_weight_ = parameters.add_replicated("out_weight", {kBytes, hidden}, 0.1 * init_limit(hidden));
-  out_bias_ = parameters.add_replicated("out_bias", {kBytes}, 0, false);
+  out_weight_ = parameters.add_shared("out_weight", {kBytes, hidden}, 0.1 * init_limit(hidden));
+  out_bias_ = parameters.add_shared("out_bias", {kBytes}, 0, false);
 }
 
 void Model::embed(int64_t chunk) {
@@ -85,7 +85,7 @@ std::vector<double> Model::forward(const Text& text, std::span<const int64_t> po
       device_.linear(layer.normed.data() + chunks.begin(c) * hidden, parameters_.values(layer.router_weight), nullptr,
                      chunks.size(c), hidden, options_.experts, layer.logits.data() + chunks.begin(c) * options_.experts);
     moe_[l]->await_experts();
-    if (l + 1 < layers_.size()) moe_[l + 1]->fetch_experts();
+    if (l + 1 < layers_.size()) moe_[l + 1]->fetch_experts(); // it waits for nothing that this layer computes
     moe_[l]->forward(layer.normed.data(), layer.logits.data(), chunks, moe_out_.data());
     device_.add(x(l), moe_out_.data(), tokens * hidden, x(l + 1));
   }

@@ -121,11 +121,10 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with a path of epx)")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
-  const CLI::Option* const fsdp_grads =
-      app.add_option("--fsdp-grads", fsdp_grads_name,
-                     "dtype in which gradients of experts travel over the FSDP axis; they are added in fp32")
-          ->check(CLI::IsMember(&kDtypes))
-          ->capture_default_str();
+  app.add_option("--fsdp-grads", fsdp_grads_name,
+                 "with --fsdp: dtype in which gradients of experts travel over the axis; they are added in fp32")
+      ->check(CLI::IsMember(&kDtypes))
+      ->capture_default_str();
   const CLI::Option* const dtype =
       app.add_option("--dtype", dtype_name,
                      "of the experts and their tokens: fp32, or bf16 (with --device cuda, where it is the default with a "
@@ -221,8 +220,6 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   if (capacity->count() > 0 && ep->count() + fsdp->count() > 0)
     fail(kExitUsage, "--capacity-factor is for experts that all ranks share; {} is given",
          ep->count() > 0 ? "--ep" : "--fsdp");
-  if (fsdp_grads->count() > 0 && ep->count() + fsdp->count() == 0)
-    fail(kExitUsage, "--fsdp-grads {} is given without --fsdp; no gradients travel over such an axis", fsdp_grads_name);
   if (on_overflow->count() > 0 && capacity->count() == 0)
     fail(kExitUsage, "--on-overflow is given without --capacity-factor; there is room for any routing");
   if (options.path != Path::dispatch && options.measures_format_errors)

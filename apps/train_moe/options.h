@@ -34,7 +34,8 @@ enum class OnOverflow {
   rerun  // run the step again with a capacity that has room for any routing
 };
 
-// Dtype is what the experts compute in, and what their tokens travel in; all else is float32.
+// Dtype is what the experts compute in, and what their tokens travel in. All else is float32, but for gradients that travel in
+// fsdp_grads.
 enum class Dtype { fp32, bf16 };
 
 constexpr epx_dtype as_epx(Dtype dtype) {

@@ -18,8 +18,7 @@ int64_t Tensor::whole_size() const {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
-Parameters::Id Parameters::add_replicated(const std::string& name, std::vector<int64_t> shape, double init_limit,
-                                          bool decays) {
+Parameters::Id Parameters::add_shared(const std::string& name, std::vector<int64_t> shape, double init_limit, bool decays) {
   Tensor tensor{name, std::move(shape), false, decays, init_limit};
   tensor.size = tensor.whole_size();
   return add(std::move(tensor));
@@ -47,28 +46,28 @@ void Parameters::allocate(Area& area) {
 }
 
 void Parameters::split(FsdpAxis* axis) {
-  replicated_size_ = (replicated_.size + kRow - 1) / kRow * kRow;
-  replicated_.size = replicated_size_;
+  shared_size_ = (shared_.size + kRow - 1) / kRow * kRow;
+  shared_.size = shared_size_;
   axis_ = axis;
   if (axis == nullptr) return;
-  rows_.emplace(device_, axis->axis(), replicated_size_ / kRow, kRow);
-  whole_values_ = static_cast<float*>(axis->allocate(bytes_of(EPX_FLOAT32, replicated_size_)));
+  rows_.emplace(device_, axis->axis(), shared_size_ / kRow, kRow);
+  whole_values_ = static_cast<float*>(axis->allocate(bytes_of(EPX_FLOAT32, shared_size_)));
   const int64_t begin = rows_->mine.first * kRow;
-  replicated_.size = rows_->kept_size();
+  shared_.size = rows_->kept_size();
   for (Tensor& tensor : tensors_) {
     if (tensor.is_sharded) continue;
     const int64_t from = std::clamp(begin - tensor.whole_offset, int64_t{0}, tensor.size);
-    const int64_t to = std::clamp(begin + replicated_.size - tensor.whole_offset, int64_t{0}, tensor.size);
+    const int64_t to = std::clamp(begin + shared_.size - tensor.whole_offset, int64_t{0}, tensor.size);
     tensor.first = from;
     tensor.size = to - from;
     tensor.offset = tensor.size > 0 ? tensor.whole_offset + from - begin : 0;
   }
 }
 
-std::vector<int64_t> Parameters::replicated_parts() const {
+std::vector<int64_t> Parameters::shared_parts() const {
   std::vector<int64_t> parts;
   for (int rank = 0; rows_ && rank < rows_->axis.size; ++rank)
-    parts.push_back(ownership(rows_->rows, {rank, rows_->axis.size}).count * kRow);
+    parts.push_back(rows_->part(rank).count * kRow);
   return parts;
 }
 
@@ -80,14 +79,14 @@ float* Parameters::values(Id id) {
 
 void Parameters::gather() {
   if (axis_ == nullptr) return;
-  device_.fork();
-  axis_->all_gather(*rows_, EPX_FLOAT32, replicated_.values.data(), whole_values_);
+  device_.fork(); // all_gather() is on the side stream
+  axis_->all_gather(*rows_, EPX_FLOAT32, shared_.values.data(), whole_values_);
   device_.join();
 }
 
 void Parameters::initialise(uint64_t seed, FsdpAxis* axis) {
   split(axis);
-  allocate(replicated_);
+  allocate(shared_);
   allocate(sharded_);
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const Tensor& tensor = tensors_[i];

@@ -35,9 +35,9 @@ Trainer::Trainer(const World& world, const Mesh& mesh, Device& device, const Opt
       model_(device, options.model, parameters_, mesh, path == Path::replicated), chunk_grads_(device, parameters_) {
   if (mesh.fsdp.size > 1) {
     experts_axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh.fsdp, mesh.ep.rank);
-    others_axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh.all, 0);
+    shared_axis_ = std::make_unique<FsdpAxis>(world, device, options, mesh.all, 0);
   }
-  parameters_.initialise(options.model.seed, others_axis_.get());
+  parameters_.initialise(options.model.seed, shared_axis_.get());
   if (is_of_block(path)) {
     group_ = make_group(world, mesh, device, options, most_tokens(options.model, world.size()), options.capacity_factor);
     model_.set_layers(make_epx_layers(group_));
@@ -69,19 +69,19 @@ StepResult Trainer::step(int64_t step) {
   const auto begin = std::chrono::steady_clock::now();
   const std::vector<int64_t> positions = train_positions(text_, options_.model, step);
   const Chunks chunks(options_.model.batch, world_.rank(), world_.size());
-  const Traffic experts_before = traffic_of(experts_axis_.get()), others_before = traffic_of(others_axis_.get());
+  const Traffic experts_before = traffic_of(experts_axis_.get()), shared_before = traffic_of(shared_axis_.get());
   StepResult result;
   result.loss = forward(positions, chunks, "step", step, result.capacity);
   model_.backward(chunk_grads_);
   const std::span<const float> chunk_grads = chunk_grads_.on_host(chunk_grads_mirror_);
   for (const epx::Group* const group : {&group_, &full_group_})
     if (*group) require_no_events(*group); // a GPU has finished the backward by now
-  for (const FsdpAxis* const axis : {experts_axis_.get(), others_axis_.get()})
+  for (const FsdpAxis* const axis : {experts_axis_.get(), shared_axis_.get()})
     if (axis != nullptr) require_no_events(axis->group());
   for (const auto& layer : model_.layers())
     layer->require_no_device_errors();
-  world_.ordered_sum(chunk_grads, parameters_.replicated_size(), parameters_.replicated_parts(), summed_grads_);
-  parameters_.replicated().grads.assign(summed_grads_);
+  world_.ordered_sum(chunk_grads, parameters_.shared_size(), parameters_.shared_parts(), summed_grads_);
+  parameters_.shared().grads.assign(summed_grads_);
   const double warm = std::min(1.0, static_cast<double>(step) / kWarmUpSteps);
   parameters_.step(step, options_.learning_rate * warm, options_.weight_decay);
   device_.synchronize();
@@ -90,7 +90,7 @@ StepResult Trainer::step(int64_t step) {
   for (const auto& layer : model_.layers())
     result.load.push_back(layer->load());
   result.experts = traffic_since(experts_before, experts_axis_.get());
-  result.others = traffic_since(others_before, others_axis_.get());
+  result.shared = traffic_since(shared_before, shared_axis_.get());
   end_rerun(result.capacity);
   return result;
 }

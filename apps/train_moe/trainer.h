@@ -32,7 +32,7 @@ struct StepResult {
   std::vector<double> load; // per layer
   CapacityUse capacity;
   // Over the FSDP axes, of all ranks.
-  Traffic experts, others;
+  Traffic experts, shared;
 };
 
 class Trainer {
@@ -72,9 +72,9 @@ private:
   const Options& options_;
   const Text& text_;
   Path path_;
+  // With --fsdp. That of the shared parameters has all ranks, so it contains the EP axis.
+  std::unique_ptr<FsdpAxis> experts_axis_, shared_axis_;
   Parameters parameters_;
-  // Where experts are split. That of the other parameters has all ranks, so it contains the EP axis.
-  std::unique_ptr<FsdpAxis> experts_axis_, others_axis_;
   epx::Group group_;      // empty when no layer is one of epx; outlives the blocks in model_
   epx::Group full_group_; // with room for any routing, once a step needed it
   Model model_;

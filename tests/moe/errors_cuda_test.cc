@@ -134,7 +134,8 @@ TEST_CASE("bad rows are reported and taken for none") {
     const auto expected = run_permute(good, tokens, 4, &weights);
     Permuted<float, float> permuted = {scribbled<float>({4, 40}), scribbled<float>({4})};
     epx_moe_permute_args args = {
-        sizeof(args), nullptr, row_map.get(), tokens.get(), weights.get(), permuted.rows.get(), permuted.row_weights.get()};
+        sizeof(args), nullptr, row_map.get(), tokens.get(), weights.get(), permuted.rows.get(), permuted.row_weights.get(),
+        EPX_PADS_ZERO};
     args.cuda = place_of_call(epx_moe_permute_workspace, &args);
     require_ok(epx_moe_permute(&args), "epx_moe_permute");
     check_report(EPX_MOE_OP_PERMUTE, bad.kind, 1, bad.values, bad.words);
@@ -177,7 +178,8 @@ TEST_CASE("data of any bits writes nothing out of bounds") { // main() looks at 
       noise[n] = static_cast<int32_t>(rng.chance(50) ? rng.next() : static_cast<uint64_t>(rng.below(60)));
     const auto tokens = random_tensor<float>({40, 33}, rng);
     auto rows = scribbled<float>({50, 33});
-    epx_moe_permute_args args = {sizeof(args), nullptr, noise.get(), tokens.get(), nullptr, rows.get(), nullptr};
+    epx_moe_permute_args args = {sizeof(args), nullptr,    noise.get(), tokens.get(),
+                                 nullptr,      rows.get(), nullptr,     EPX_PADS_ZERO};
     args.cuda = place_of_call(epx_moe_permute_workspace, &args);
     require_ok(epx_moe_permute(&args), "epx_moe_permute");
     CHECK(take_report().num_errors > 0);

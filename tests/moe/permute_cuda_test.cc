@@ -161,7 +161,7 @@ TEST_CASE("tensors that are aligned to their elements only") {
   std::copy(tokens.begin(), tokens.end(), &storage[1]);
   const epx_tensor shifted = epx_tensor_2d(address_for_call(&storage[1]), EPX_FLOAT32, 3, 64);
   const epx_tensor rows = epx_tensor_2d(address_for_call(&rows_storage[1]), EPX_FLOAT32, 5, 64);
-  epx_moe_permute_args args = {sizeof(args), nullptr, map.row_map.get(), &shifted, nullptr, &rows, nullptr};
+  epx_moe_permute_args args = {sizeof(args), nullptr, map.row_map.get(), &shifted, nullptr, &rows, nullptr, EPX_PADS_ZERO};
   args.cuda = place_of_call(epx_moe_permute_workspace, &args);
   require_ok(epx_moe_permute(&args), "epx_moe_permute");
   finish_call();

@@ -28,7 +28,8 @@ struct PermuteCalls {
   Argument<float> out_row_weights = scribbled<float>({7});
 
   epx_moe_row_map_args row_map = {sizeof(row_map), nullptr, &idx, 4, &out_counts, &out_offsets, &out_map};
-  epx_moe_permute_args permute = {sizeof(permute), nullptr, &map, &tokens, &weights, &out_rows, &out_row_weights};
+  epx_moe_permute_args permute = {sizeof(permute), nullptr,          &map,         &tokens, &weights,
+                                  &out_rows,       &out_row_weights, EPX_PADS_ZERO};
   epx_moe_permute_bwd_args permute_bwd = {sizeof(permute_bwd), nullptr,     &map,        &rows,
                                           &row_weights,        &out_tokens, &out_weights};
   epx_moe_unpermute_args unpermute = {sizeof(unpermute), nullptr, &map, &rows, &weights, &out_tokens};

@@ -174,7 +174,8 @@ TEST_CASE("a layer that is captured in a graph follows its input") {
   const epx_moe_router_args route = {sizeof(route), &place,         logits.get(),  nullptr,
                                      nullptr,       topk_idx.get(), weights.get(), info.get()};
   const epx_moe_row_map_args sort = {sizeof(sort), &place, topk_idx.get(), 4, counts.get(), offsets.get(), row_map.get()};
-  const epx_moe_permute_args permute = {sizeof(permute), &place, row_map.get(), tokens.get(), nullptr, rows.get(), nullptr};
+  const epx_moe_permute_args permute = {sizeof(permute), &place,     row_map.get(), tokens.get(),
+                                        nullptr,         rows.get(), nullptr,       EPX_PADS_ZERO};
   const epx_moe_unpermute_args unpermute = {sizeof(unpermute), &place, row_map.get(), rows.get(), weights.get(), out.get()};
   const epx_moe_unpermute_bwd_args unpermute_bwd = {
       sizeof(unpermute_bwd), &place,          row_map.get(),     out.get(), rows.get(),

@@ -27,9 +27,9 @@ class Mesh(TrainTest):
         all ranks gets what the others keep of the rest."""
         elements = LAYERS * experts * 3 * hidden * ffn * (fsdp - 1)
         embedded = CONTEXT * EMBEDDING
-        others = BYTE_VALUES * EMBEDDING + hidden * (embedded + 1) + LAYERS * experts * hidden + BYTE_VALUES * (hidden + 1)
+        shared = BYTE_VALUES * EMBEDDING + hidden * (embedded + 1) + LAYERS * experts * hidden + BYTE_VALUES * (hidden + 1)
         expected = {"experts_gathered": int(elements * bytes_gathered), "experts_reduced": elements * bytes_reduced,
-                    "others_gathered": 4 * math.ceil(others / ROW) * ROW * (RANKS - 1) if fsdp > 1 else 0}
+                    "shared_gathered": 4 * math.ceil(shared / ROW) * ROW * (RANKS - 1) if fsdp > 1 else 0}
         self.assertEqual(run.final["fsdp_bytes_per_step"], expected, run)
 
     def test_bytes_over_the_axis(self):
@@ -48,6 +48,12 @@ class Mesh(TrainTest):
                 self.assertEqual(run.losses[0], whole.losses[0])
                 self.assertLessEqual(train_runs.largest_deviation(run.losses, whole.losses), 1e-3)
                 self.check_bytes(run, 8, fsdp, BLOCK, BLOCK, bytes_gathered=1 + 4 / BLOCK**2)
+
+    def test_ranks_that_keep_no_rows(self):
+        """Of one expert there are two blocks of rows, and one."""
+        args = (*IN_FP8, "--experts", 1, "--top-k", 1)
+        one = self.run_model(*args, steps=1, num_ranks=1)
+        self.assertEqual(self.run_model(*args, "--fsdp", RANKS, steps=1).losses, one.losses)
 
     def test_gradients_in_bfloat16(self):
         whole = self.run_model(*EP_2_FSDP_2, steps=5)
@@ -100,7 +106,7 @@ class Mesh(TrainTest):
                             (("--ep", 2, "--fsdp", 1), ("--ep 2", "--fsdp 1", "mesh of 2 ranks")),
                             (("--ep", 0), ("--ep", "Value 0")),
                             (("--fsdp", 2, "--path", "native"), ("--fsdp", "--path native")),
-                            (("--fsdp-grads", "bf16"), ("--fsdp-grads bf16", "without --fsdp")),
+                            (("--fsdp-grads", "bf16"), ("--fsdp-grads is bf16", "1 rank")),
                             (("--ep", 2, "--capacity-factor", 2), ("--capacity-factor", "--ep"))):
             with self.subTest(args):
                 self.assert_refused(self.launch(RANKS, "--steps", 1, *args), *words)

@@ -73,7 +73,7 @@ void check_gather_fits(const Options& options, const epx_group_info& group, [[ma
         fmt::format("--gather is given and {}; epx_ragged_all_to_all is a call of one node", nodes_text(group)));
 #if defined(EPX_WITH_CUDA)
   const int num_sms = dynamic_cast<const Gpu&>(memory).num_sms();
-  if (group.num_comm_sms + options.block.gather_sms > num_sms)
+  if (int64_t{group.num_comm_sms} + options.block.gather_sms > num_sms)
     throw UsageError(
         fmt::format("--gather-sms is {} and the block's calls take {} SMs (--num-comm-sms) of the GPU's {}; both "
                     "must fit onto it at the same time",
