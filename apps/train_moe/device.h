@@ -12,6 +12,7 @@
 #include "apps/train_moe/adamw.h"
 #include "apps/train_moe/network.h"
 #include "epx/epx.h"
+#include "tools/copy_engine_gather.h"
 
 namespace train {
 
@@ -31,10 +32,15 @@ public:
   virtual void clear(void* to, size_t bytes) = 0; // sets all bytes to 0
   virtual void copy_in(void* to, const void* from_host, size_t bytes) = 0;
   virtual void copy_out(void* to_host, const void* from, size_t bytes) = 0;
-  virtual void synchronize() = 0; // waits for everything that was enqueued on stream()
+  virtual void copy(void* to, const void* from, size_t bytes) = 0; // within the device
+  virtual void synchronize() = 0;                                  // waits for everything that was enqueued on stream()
 
   virtual void fork() = 0; // side_stream() waits for what stream() has been given
   virtual void join() = 0; // stream() waits for what side_stream() has been given
+
+  // Returns what gathers in memory of this device without its SMs, or NULL where there is nothing like that. Collective.
+  virtual std::unique_ptr<epx::CopyEngineGather> make_copy_engine_gather(int rank, int num_ranks,
+                                                                         const epx::ShareBytes& share) = 0;
 
   // out[i, :] = table[bytes[i], :]
   virtual void embed(const float* table, const unsigned char* bytes, int64_t count, int64_t width, float* out) = 0;

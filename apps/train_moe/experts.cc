@@ -24,24 +24,27 @@ ExpertWeights::ExpertWeights(FsdpAxis* axis, Device& device, Parameters& paramet
   if (gate_up_.scales)
     use_fp8();
   else
-    params_ = expert_params(model_, count_, gate_up_.elements.whole, down_.elements.whole, dtype_);
+    params_ = expert_params(model_, count_, gate_up_.elements.memory.whole, down_.elements.memory.whole, dtype_);
 }
 
 ExpertWeights::Weight ExpertWeights::weight(Parameters::Id id, int64_t rows, int64_t width, int64_t unit) {
   const Axis axis = axis_ != nullptr ? axis_->axis() : Axis();
-  Weight made = {
-      id, stored(dtype_, {device_, axis, rows, width, unit}, dtype_ == EPX_FLOAT32 ? parameters_.values(id) : nullptr),
-      std::nullopt};
+  Weight made = {id, stored(dtype_, {device_, axis, rows, width, unit}), std::nullopt};
+  if (axis_ == nullptr && dtype_ == EPX_FLOAT32) // the block reads the parameters
+    made.elements.memory = {parameters_.values(id), parameters_.values(id)};
   if (dtype_ == EPX_FLOAT8_E4M3)
     made.scales.emplace(stored(EPX_FLOAT32, {device_, axis, rows / kFp8Block, width / kFp8Block}));
   if (axis_ != nullptr) axis_->reserve_sums(made.elements.matrix);
   return made;
 }
 
-ExpertWeights::Stored ExpertWeights::stored(epx_dtype dtype, SplitMatrix matrix, void* part) {
-  if (part == nullptr) part = allocate(dtype, matrix.kept_size());
-  void* const whole = axis_ != nullptr ? axis_->allocate(bytes_of(dtype, matrix.size())) : part;
-  return {std::move(matrix), dtype, part, whole};
+ExpertWeights::Stored ExpertWeights::stored(epx_dtype dtype, SplitMatrix matrix) {
+  FsdpAxis::Memory memory{};
+  if (axis_ != nullptr)
+    memory = axis_->allocate(matrix, dtype);
+  else
+    memory.part = memory.whole = allocate(dtype, matrix.size());
+  return {std::move(matrix), dtype, memory};
 }
 
 void* ExpertWeights::allocate(epx_dtype dtype, int64_t size) {
@@ -51,8 +54,9 @@ void* ExpertWeights::allocate(epx_dtype dtype, int64_t size) {
 }
 
 void ExpertWeights::use_fp8() {
-  const std::vector<void*> wholes = {gate_up_.elements.whole, gate_up_.scales->whole, down_.elements.whole,
-                                     down_.scales->whole}; // behind which the transposes come
+  const std::vector<void*> wholes = {gate_up_.elements.memory.whole, gate_up_.scales->memory.whole,
+                                     down_.elements.memory.whole,
+                                     down_.scales->memory.whole}; // behind which the transposes come
   fp8_tensors_ = epx::moe::fp8_tensors(
       model_.hidden, model_.ffn, [&, i = size_t{0}](epx_dtype dtype, int64_t rows, int64_t columns) mutable {
         void* const memory = i < wholes.size() ? wholes[i] : allocate(dtype, count_ * rows * columns);
@@ -82,17 +86,20 @@ void ExpertWeights::convert_kept(const Weight& weight) {
   const float* const values = parameters_.values(weight.id);
   const SplitMatrix& matrix = weight.elements.matrix;
   const int64_t rows = matrix.mine.count, width = matrix.width;
-  if (dtype_ == EPX_BFLOAT16) device_.round(values, rows * width, static_cast<Bfloat16*>(weight.elements.part));
+  if (dtype_ == EPX_FLOAT32 && axis_ != nullptr)
+    device_.copy(weight.elements.memory.part, values, static_cast<size_t>(bytes_of(dtype_, rows * width)));
+  if (dtype_ == EPX_BFLOAT16) device_.round(values, rows * width, static_cast<Bfloat16*>(weight.elements.memory.part));
   if (dtype_ != EPX_FLOAT8_E4M3 || rows == 0) return;
-  epx::moe::quantise_weights({.cuda = cuda(),
-                              .format = epx::RowFormat(EPX_SCALING_BLOCK128),
-                              .weights = {values, EPX_FLOAT32, {1, rows, width}},
-                              .codes = {weight.elements.part, EPX_FLOAT8_E4M3, {1, rows, width}},
-                              .scales = {weight.scales->part, EPX_FLOAT32, {1, rows / kFp8Block, width / kFp8Block}}});
+  epx::moe::quantise_weights(
+      {.cuda = cuda(),
+       .format = epx::RowFormat(EPX_SCALING_BLOCK128),
+       .weights = {values, EPX_FLOAT32, {1, rows, width}},
+       .codes = {weight.elements.memory.part, EPX_FLOAT8_E4M3, {1, rows, width}},
+       .scales = {weight.scales->memory.part, EPX_FLOAT32, {1, rows / kFp8Block, width / kFp8Block}}});
 }
 
 void ExpertWeights::gather(const Stored& stored) {
-  axis_->all_gather(stored.matrix, stored.dtype, stored.part, stored.whole);
+  axis_->all_gather(stored.matrix, stored.dtype, stored.memory);
 }
 
 ExpertWeights::Grads ExpertWeights::room_for_grads() {

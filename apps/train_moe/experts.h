@@ -54,8 +54,7 @@ private:
   struct Stored {
     SplitMatrix matrix;
     epx_dtype dtype;
-    void* part;  // what this rank keeps of it
-    void* whole; // the same memory without an axis
+    FsdpAxis::Memory memory; // without an axis the part is the whole
   };
   // A weight of all experts here: its elements are codes in FP8, which have scales.
   struct Weight {
@@ -65,8 +64,8 @@ private:
   };
 
   Weight weight(Parameters::Id id, int64_t rows, int64_t width, int64_t unit);
-  Stored stored(epx_dtype dtype, SplitMatrix matrix, void* part = nullptr); // part: what there is already of it
-  void* allocate(epx_dtype dtype, int64_t size);                            // of this rank alone
+  Stored stored(epx_dtype dtype, SplitMatrix matrix);
+  void* allocate(epx_dtype dtype, int64_t size); // of this rank alone
   void use_fp8();
   void convert_kept(const Weight& weight);
   void gather(const Stored& stored);

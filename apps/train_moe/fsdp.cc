@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "apps/train_moe/fsdp.h"
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
+#include <span>
 #include <vector>
 
 #include "apps/train_moe/errors.h"
@@ -50,7 +52,7 @@ SplitMatrix::SplitMatrix(Device& device, const Axis& axis_of_ranks, int64_t num_
   all_.assign(all);
 }
 
-FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int color)
+FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int first)
     : device_(device), axis_(axis), rounds_grads_(options.fsdp_grads == Dtype::bf16), grads_(device), widened_(device),
       rounded_(device) {
   epx::GroupConfig config; // of a group that has no tokens
@@ -62,10 +64,16 @@ FsdpAxis::FsdpAxis(const World& world, Device& device, const Options& options, c
   config.max_token_dtype = EPX_FLOAT32;
   config.transport = device.is_host() ? EPX_TRANSPORT_HOST : EPX_TRANSPORT_NCCL;
   if (!device.is_host()) config.num_comm_sms = kSms;
-  config.color = color;
+  config.color = first;
   config.key = axis.rank;
   config.timeout_ms = options.timeout_ms;
   group_ = {epx::bootstrap_mpi(world.comm(), std::chrono::milliseconds(options.timeout_ms)), config};
+  world.together([&] {
+    copy_engines_ = device.make_copy_engine_gather(axis.rank, axis.size, [&](std::span<std::byte> bytes) {
+      const std::vector<std::byte> of_ranks = world.gather(std::span<const std::byte>(bytes));
+      std::copy_n(of_ranks.begin() + first * std::ssize(bytes), bytes.size(), bytes.begin());
+    });
+  });
 }
 
 FsdpAxis::~FsdpAxis() {
@@ -81,6 +89,21 @@ void FsdpAxis::reserve_sums(const SplitMatrix& matrix) {
   if (size <= landing_size_) return;
   landing_ = allocate(size * static_cast<int64_t>(rounds_grads_ ? sizeof(Bfloat16) : sizeof(float)));
   landing_size_ = size;
+}
+
+bool FsdpAxis::has_copy_engines_for(const SplitMatrix& matrix) const {
+  return copy_engines_ != nullptr && matrix.most_rows * axis_.size == matrix.rows;
+}
+
+FsdpAxis::Memory FsdpAxis::allocate(const SplitMatrix& matrix, epx_dtype dtype) {
+  const int64_t bytes = bytes_of(dtype, matrix.size());
+  if (has_copy_engines_for(matrix)) {
+    std::byte* const whole = copy_engines_->allocate(static_cast<size_t>(bytes));
+    return {whole + bytes / axis_.size * axis_.rank, whole};
+  }
+  Array<uint8_t>& part = parts_.emplace_back(device_);
+  part.resize(bytes_of(dtype, matrix.kept_size()));
+  return {part.data(), allocate(bytes)};
 }
 
 float* FsdpAxis::room_for_grads(int64_t size) {
@@ -99,11 +122,17 @@ void FsdpAxis::move(const SplitMatrix& matrix, const Slices& slices, epx_stream 
                             .recv_sizes = matrix.integers(slices.recv_sizes)});
 }
 
-void FsdpAxis::all_gather(const SplitMatrix& matrix, epx_dtype dtype, const void* part, void* whole) {
+void FsdpAxis::all_gather(const SplitMatrix& matrix, epx_dtype dtype, const Memory& memory) {
+  traffic_.gathered += bytes_of(dtype, matrix.size() - matrix.kept_size());
+  if (has_copy_engines_for(matrix)) {
+    copy_engines_->gather(static_cast<std::byte*>(memory.whole), static_cast<size_t>(bytes_of(dtype, matrix.kept_size())),
+                          device_.side_stream());
+    return;
+  }
   const int64_t kept = matrix.mine.count;
   move(matrix, {SplitMatrix::zeros, SplitMatrix::my_count, SplitMatrix::my_first, SplitMatrix::counts},
-       device_.side_stream(), {part, dtype, {kept, matrix.width}}, {whole, dtype, {matrix.rows, matrix.width}});
-  traffic_.gathered += bytes_of(dtype, matrix.size() - matrix.kept_size());
+       device_.side_stream(), {memory.part, dtype, {kept, matrix.width}},
+       {memory.whole, dtype, {matrix.rows, matrix.width}});
 }
 
 void FsdpAxis::reduce_scatter(const SplitMatrix& matrix, const float* whole, float* part) {

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "apps/train_moe/array.h"
 #include "apps/train_moe/device.h"
@@ -56,8 +58,9 @@ private:
 
 class FsdpAxis {
 public:
-  // Collective over all ranks. Ranks of one color are one axis. The device must outlive it.
-  FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int color);
+  // Collective over all ranks. The axis is of the ranks that name the same `first`, the rank of the job that is its first. The device
+  // must outlive it.
+  FsdpAxis(const World& world, Device& device, const Options& options, const Axis& axis, int first);
   ~FsdpAxis();
   FsdpAxis(const FsdpAxis&) = delete;
   FsdpAxis& operator=(const FsdpAxis&) = delete;
@@ -68,12 +71,16 @@ public:
 
   // Those that follow are collective over the axis.
 
-  // Returns memory that all_gather() may write, as long as the axis lives.
-  void* allocate(int64_t bytes);
+  // Memory for a matrix, as long as the axis lives: a rank writes what it keeps to `part`, and all_gather() makes `whole` of it.
+  struct Memory {
+    void* part;
+    void* whole;
+  };
+  Memory allocate(const SplitMatrix& matrix, epx_dtype dtype);
   // Makes room for parts of such sums.
   void reserve_sums(const SplitMatrix& matrix);
-  // whole = the parts of all ranks, on the device's side stream
-  void all_gather(const SplitMatrix& matrix, epx_dtype dtype, const void* part, void* whole);
+  // On the device's side stream. By copy engines where there are any and all ranks keep as much, else by epx.
+  void all_gather(const SplitMatrix& matrix, epx_dtype dtype, const Memory& memory);
   // part = this rank's rows of all ranks' wholes, summed in rank order in float32. They travel in options.fsdp_grads.
   void reduce_scatter(const SplitMatrix& matrix, const float* whole, float* part);
 
@@ -82,12 +89,16 @@ public:
 
 private:
   struct Slices;
+  bool has_copy_engines_for(const SplitMatrix& matrix) const;
+  void* allocate(int64_t bytes); // that peers reach through the group
   void move(const SplitMatrix& matrix, const Slices& slices, epx_stream stream, const epx::ConstTensor& operand,
             const epx::Tensor& output);
 
   Device& device_;
   Axis axis_;
   epx::Group group_;
+  std::unique_ptr<epx::CopyEngineGather> copy_engines_;
+  std::vector<Array<uint8_t>> parts_;
   bool rounds_grads_;
   void* landing_ = nullptr; // where parts of sums arrive
   int64_t landing_size_ = 0;

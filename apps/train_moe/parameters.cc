@@ -51,7 +51,7 @@ void Parameters::split(FsdpAxis* axis) {
   axis_ = axis;
   if (axis == nullptr) return;
   rows_.emplace(device_, axis->axis(), shared_size_ / kRow, kRow);
-  whole_values_ = static_cast<float*>(axis->allocate(bytes_of(EPX_FLOAT32, shared_size_)));
+  memory_ = axis->allocate(*rows_, EPX_FLOAT32);
   const int64_t begin = rows_->mine.first * kRow;
   shared_.size = rows_->kept_size();
   for (Tensor& tensor : tensors_) {
@@ -74,13 +74,14 @@ std::vector<int64_t> Parameters::shared_parts() const {
 float* Parameters::values(Id id) {
   const Tensor& tensor = tensors_[id];
   if (tensor.is_sharded || axis_ == nullptr) return area(tensor).values.data() + tensor.offset;
-  return whole_values_ + tensor.whole_offset;
+  return static_cast<float*>(memory_.whole) + tensor.whole_offset;
 }
 
 void Parameters::gather() {
   if (axis_ == nullptr) return;
+  device_.copy(memory_.part, shared_.values.data(), static_cast<size_t>(bytes_of(EPX_FLOAT32, rows_->kept_size())));
   device_.fork(); // all_gather() is on the side stream
-  axis_->all_gather(*rows_, EPX_FLOAT32, shared_.values.data(), whole_values_);
+  axis_->all_gather(*rows_, EPX_FLOAT32, memory_);
   device_.join();
 }
 

@@ -80,7 +80,7 @@ private:
   int64_t shared_size_ = 0;
   FsdpAxis* axis_ = nullptr;        // of the shared tensors
   std::optional<SplitMatrix> rows_; // of their area, with an axis
-  float* whole_values_ = nullptr;   // likewise
+  FsdpAxis::Memory memory_{};       // of the values, likewise
 };
 
 // ChunkGrads are gradients of the shared parameters, of each chunk of this rank.

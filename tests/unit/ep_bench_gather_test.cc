@@ -76,7 +76,7 @@ std::vector<GatherCounts> gather_on_threads(const Options& options, GatherForm f
     Options mine = options;
     mine.seed = seeds[rank];
     const std::unique_ptr<Memory> memory = make_memory(mine, rank);
-    WeightGather gather(bootstrap, mine, *memory);
+    WeightGather gather(bootstrap, mine, peers, *memory);
     gather.scribble(form);
     peers.barrier();
     GatherCounts& found = counts[rank];
@@ -152,9 +152,10 @@ TEST_CASE("ep_bench --gather refuses what cannot be gathered") {
   CHECK(block_refusal({"--gather", "fp8", "--ffn", "200"}) ==
         "--ffn is 200 and --gather is 'fp8'; it must be a multiple of 128");
   CHECK(block_refusal({"--gather", "wide", "--hidden", "64", "--ffn", "200"}) == "accepted");
-  CHECK(block_refusal({"--gather", "wide", "--gather-sms", "0"}) ==
-        "--gather-sms is 0; it must be between 1 and 2147483647");
-  CHECK(gather_options("").block.gather_sms == 16);
+  CHECK(block_refusal({"--gather", "wide", "--gather-sms", "-1"}) ==
+        "--gather-sms is -1; it must be between 0 and 2147483647");
+  CHECK(block_refusal({"--gather", "wide,fp8,wide"}) == "--gather is 'wide,fp8,wide'; it has wide twice");
+  CHECK(gather_options("").block.gather_sms == 0);
   CHECK(gather_options("").block.gathers == std::vector{GatherForm::Wide, GatherForm::Fp8});
 
   const auto rows_refusal = [](const std::string& line, int num_ranks) {
@@ -170,6 +171,18 @@ TEST_CASE("ep_bench --gather refuses what cannot be gathered") {
                  "2 ranks share a matrix of 128 rows; it must have between 256 and"));
   CHECK(rows_refusal("--gather fp8 --experts 2 --top-k 1 --hidden 256 --ffn 128", 2) == "accepted");
   CHECK(contains(rows_refusal("--gather wide --experts 4096 --ffn 1048576", 1), "a matrix of 8589934592 rows"));
+
+  const auto parts_refusal = [](const std::string& line, int num_ranks) {
+    const Options options = options_of_line("--block --dtype fp32 " + line);
+    return refusal_of([&] { require_equal_parts(options, num_ranks); });
+  };
+  CHECK(parts_refusal("--gather wide,fp8 --experts 4 --top-k 1 --hidden 256 --ffn 128", 2) == "accepted");
+  CHECK(parts_refusal("--gather wide --experts 3 --top-k 1 --hidden 4 --ffn 2", 3) ==
+        "--gather is 'wide' by copy engines, and 3 ranks do not share a matrix of 4 rows evenly; with --gather-sms 16 they "
+        "need "
+        "not");
+  CHECK(contains(parts_refusal("--gather fp8 --experts 3 --top-k 1 --hidden 384 --ffn 128", 3),
+                 "a matrix of 256 rows evenly"));
 }
 
 TEST_CASE("ep_bench --gather counts its matrices before they are allocated") {
@@ -214,6 +227,11 @@ TEST_CASE("ep_bench --gather reports what it adds, and fails by a wrong element"
       table);
   CHECK_MESSAGE(contains(table, "; beside block-fp8 fwd+bwd it adds 1.0 %; 0 elements are wrong\n"), table);
   CHECK(contains(table, "\ngather-fp8 / gather: 0.550 of the time\n"));
+  Options on_gpus = gather_options("--gather-sms 24");
+  on_gpus.transport = EPX_TRANSPORT_NCCL;
+  CHECK(contains(block_table(results, on_gpus), "1000 bytes from other ranks by 24 SMs; beside"));
+  on_gpus.block.gather_sms = 0;
+  CHECK(contains(block_table(results, on_gpus), "1000 bytes from other ranks by copy engines; beside"));
 
   results.gathers[1].wrong = 3;
   CHECK_FALSE(results.passed());

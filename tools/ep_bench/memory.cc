@@ -29,6 +29,7 @@ public:
   bool is_host() const override { return true; }
   epx_stream stream() const override { return nullptr; }
   std::unique_ptr<SideStream> make_side_stream() override { return std::make_unique<HostSideStream>(); }
+  std::unique_ptr<CopyEngineGather> make_copy_engine_gather(int, int, const ShareBytes&) override { return nullptr; }
   std::byte* allocate(size_t bytes) override {
     void* memory = ::operator new(bytes, kAlignment, std::nothrow);
     if (memory == nullptr) throw RuntimeError(fmt::format("out of memory: a tensor of {} bytes", bytes));

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "epx/epx.hpp"
+#include "tools/copy_engine_gather.h"
 #include "tools/ep_bench/options.h"
 
 namespace epx::bench {
@@ -33,7 +34,9 @@ public:
   virtual bool is_host() const = 0;
   virtual epx_stream stream() const = 0;
   virtual std::unique_ptr<SideStream> make_side_stream() = 0; // this must outlive it; throws RuntimeError
-  virtual std::byte* allocate(size_t bytes) = 0;              // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
+  // NULL on the host. Collective. Throws std::runtime_error.
+  virtual std::unique_ptr<CopyEngineGather> make_copy_engine_gather(int rank, int num_ranks, const ShareBytes& share) = 0;
+  virtual std::byte* allocate(size_t bytes) = 0; // > 0; aligned to 256 bytes and zeroed; throws RuntimeError
   virtual void free(std::byte* memory) noexcept = 0;
 
   // These wait for the stream's earlier work, and have finished when they return.
@@ -57,6 +60,9 @@ public:
   // Returns memory from epx_mem_alloc, which is freed with the group. Collective; bytes > 0 and the same on all ranks. Throws
   // epx::Error.
   static Buffer window(Memory& memory, GroupView group, size_t bytes);
+
+  // Returns memory of somebody else's, which must outlive the buffer.
+  static Buffer lent(Memory& memory, std::span<std::byte> bytes) { return {memory, bytes.data(), bytes.size(), false}; }
 
   // Returns `bytes` for calls to read: on the host the bytes themselves, which must outlive the buffer; else a copy.
   static Buffer input(Memory& memory, std::span<const std::byte> bytes);

@@ -42,7 +42,7 @@ struct BlockOptions {
   epx_moe_recipe recipe = EPX_MOE_RECIPE_WIDE; // of a second block beside the first; WIDE: none
   epx_moe_path path = EPX_MOE_PATH_DISPATCH;   // of another block beside the first; DISPATCH: none
   std::vector<GatherForm> gathers;             // of weights beside the blocks; empty: none
-  int32_t gather_sms = 16;                     // that a gather takes on nccl
+  int32_t gather_sms = 0;                      // that a gather takes on nccl; 0: none, by copy engines
   int64_t pause_ms = 0;                        // 0: no times after a pause
   int32_t rounds = 1;                          // the iterations of its lines are split into so many
   std::string dump_directory;                  // empty: none

@@ -160,7 +160,7 @@ void check_recipe(const Options& options) {
 }
 
 void check_gather(const Options& options) {
-  check_range("--gather-sms", options.block.gather_sms, 1, std::numeric_limits<int32_t>::max());
+  check_range("--gather-sms", options.block.gather_sms, 0, std::numeric_limits<int32_t>::max());
   for (const GatherForm form : options.block.gathers) {
     if (form != GatherForm::Fp8) continue;
     const std::string reason = fmt::format("--gather is '{}'", to_string(form));

@@ -68,6 +68,7 @@ void check_nodes(const Options& options, const epx_group_info& group) {
 void check_gather_fits(const Options& options, const epx_group_info& group, [[maybe_unused]] const Memory& memory) {
   require_gather(options, group.num_ranks);
   if (options.block.gathers.empty() || options.transport != EPX_TRANSPORT_NCCL) return;
+  if (options.block.gather_sms == 0) return require_equal_parts(options, group.num_ranks);
   if (group.ranks_per_node < group.num_ranks)
     throw UsageError(
         fmt::format("--gather is given and {}; epx_ragged_all_to_all is a call of one node", nodes_text(group)));

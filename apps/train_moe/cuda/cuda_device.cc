@@ -71,14 +71,21 @@ public:
     if (bytes > 0) require(cudaMemsetAsync(to, 0, bytes, stream_.get()), "cudaMemsetAsync");
   }
   void copy_in(void* to, const void* from_host, size_t bytes) override {
-    copy(to, from_host, bytes, cudaMemcpyHostToDevice);
+    copy_and_wait(to, from_host, bytes, cudaMemcpyHostToDevice);
   }
   void copy_out(void* to_host, const void* from, size_t bytes) override {
-    copy(to_host, from, bytes, cudaMemcpyDeviceToHost);
+    copy_and_wait(to_host, from, bytes, cudaMemcpyDeviceToHost);
+  }
+  void copy(void* to, const void* from, size_t bytes) override {
+    if (bytes > 0) require(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream_.get()), "cudaMemcpyAsync");
   }
   void synchronize() override { require(cudaStreamSynchronize(stream_.get()), "cudaStreamSynchronize"); }
   void fork() override { event_.order(stream_, side_stream_); }
   void join() override { event_.order(side_stream_, stream_); }
+  std::unique_ptr<epx::CopyEngineGather> make_copy_engine_gather(int rank, int num_ranks,
+                                                                 const epx::ShareBytes& share) override {
+    return epx::make_copy_engine_gather(rank, num_ranks, share);
+  }
 
   void embed(const float* table, const unsigned char* bytes, int64_t count, int64_t width, float* out) override {
     require(cuda::embed(table, bytes, count, width, out, stream_.get()), "embed");
@@ -123,7 +130,7 @@ public:
 
 private:
   // Waits, so that the host's memory may be used again at once.
-  void copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  void copy_and_wait(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
     if (bytes > 0) require(cudaMemcpyAsync(to, from, bytes, kind, stream_.get()), "cudaMemcpyAsync");
     synchronize();
   }

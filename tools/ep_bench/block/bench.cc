@@ -455,7 +455,7 @@ BlockResults bench_block(MeasuredGroup& measured, [[maybe_unused]] std::span<con
 
   std::unique_ptr<WeightGather> gather;
   if (!options.block.gathers.empty()) {
-    peers.together([&] { gather = std::make_unique<WeightGather>(bootstrap, options, memory); });
+    peers.together([&] { gather = std::make_unique<WeightGather>(bootstrap, options, peers, memory); });
     peers.together([&] {
       for (const GatherForm form : options.block.gathers) {
         gather->start(form);

@@ -31,7 +31,8 @@ std::string gather_text(const BlockResults& results, const Options& options) {
   for (const GatherFigures& gather : results.gathers) {
     text += fmt::format("{}: weights of {} experts, {} bytes from other ranks", gather.line, results.gathered_experts,
                         gather.received_bytes);
-    if (options.transport == EPX_TRANSPORT_NCCL) text += fmt::format(" by {} SMs", options.block.gather_sms);
+    if (options.transport == EPX_TRANSPORT_NCCL)
+      text += options.block.gather_sms > 0 ? fmt::format(" by {} SMs", options.block.gather_sms) : " by copy engines";
     for (const auto& [line, percent] : gather.added_percent)
       text += fmt::format("; beside {} it adds {:.1f} %", line, percent);
     if (gather.wrong) text += fmt::format("; {} elements are wrong{}", *gather.wrong, *gather.wrong == 0 ? "" : ": WRONG");

@@ -71,6 +71,17 @@ void require_gather(const Options& options, int num_ranks) {
     }
 }
 
+void require_equal_parts(const Options& options, int num_ranks) {
+  for (const GatherForm form : options.block.gathers)
+    for (const GatheredMatrix& matrix : gathered_matrices(options, form, num_ranks))
+      if (matrix.part(0, num_ranks).count * num_ranks != matrix.rows ||
+          matrix.part(num_ranks - 1, num_ranks).count != matrix.part(0, num_ranks).count)
+        throw UsageError(
+            fmt::format("--gather is '{}' by copy engines, and {} ranks do not share a matrix of {} rows evenly; "
+                        "with --gather-sms 16 they need not",
+                        to_string(form), num_ranks, matrix.rows));
+}
+
 GroupConfig gather_group_config(const Options& options) {
   GroupConfig config; // of a group that has no tokens
   config.num_experts = 1;
@@ -89,30 +100,40 @@ const char* gather_line(GatherForm form) {
   return form == GatherForm::Wide ? "gather" : "gather-fp8";
 }
 
-WeightGather::WeightGather(const epx_bootstrap& bootstrap, const Options& options, Memory& memory)
-    : seed_(options.seed), memory_(memory), side_(memory.make_side_stream()) {
-  {
+WeightGather::WeightGather(const epx_bootstrap& bootstrap, const Options& options, const Peers& peers, Memory& memory)
+    : seed_(options.seed), memory_(memory), side_(memory.make_side_stream()), rank_(peers.rank()),
+      num_ranks_(peers.num_ranks()) {
+  if (options.block.gather_sms == 0)
+    copy_engines_ = memory.make_copy_engine_gather(rank_, num_ranks_, [&](std::span<std::byte> bytes) {
+      const std::vector<std::byte> of_ranks = peers.gather(std::span<const std::byte>(bytes));
+      std::copy_n(of_ranks.begin(), bytes.size(), bytes.begin()); // rank 0's
+    });
+  if (!copy_engines_) {
     const KeepWaiting keep_waiting; // as in MeasuredGroup
     group_ = Group(bootstrap, gather_group_config(options));
   }
-  const epx_group_info info = group_.query();
-  rank_ = info.rank;
-  num_ranks_ = info.num_ranks;
   for (const GatherForm form : options.block.gathers) {
     Form& made = forms_.emplace_back();
     made.form = form;
     for (const GatheredMatrix& shape : gathered_matrices(options, form, num_ranks_)) {
-      made.wholes.push_back(Buffer::window(memory_, group_, static_cast<size_t>(shape.bytes())));
-      made.matrices.push_back(make_matrix(shape));
+      made.wholes.push_back(make_whole(shape));
+      made.matrices.push_back(make_matrix(shape, made.wholes.back()));
     }
   }
 }
 
 WeightGather::~WeightGather() {
-  if (std::uncaught_exceptions() > 0) GroupView(group_).abort(); // this rank has failed, and its peers may wait for it
+  if (std::uncaught_exceptions() > 0 && group_)
+    GroupView(group_).abort(); // this rank has failed, and its peers may wait for it
 }
 
-WeightGather::Matrix WeightGather::make_matrix(const GatheredMatrix& shape) const {
+Buffer WeightGather::make_whole(const GatheredMatrix& shape) const {
+  const auto bytes = static_cast<size_t>(shape.bytes());
+  if (!copy_engines_) return Buffer::window(memory_, group_, bytes);
+  return Buffer::lent(memory_, {copy_engines_->allocate(bytes), bytes});
+}
+
+WeightGather::Matrix WeightGather::make_matrix(const GatheredMatrix& shape, const Buffer& whole) const {
   const RowRange mine = shape.part(rank_, num_ranks_);
   std::vector<std::byte> rows(static_cast<size_t>(mine.count * shape.row_bytes()));
   const auto row_bytes = static_cast<size_t>(shape.row_bytes());
@@ -127,13 +148,16 @@ WeightGather::Matrix WeightGather::make_matrix(const GatheredMatrix& shape) cons
     integers[2 * ranks + peer] = static_cast<int32_t>(mine.first);
     integers[3 * ranks + peer] = static_cast<int32_t>(shape.part(static_cast<int>(peer), num_ranks_).count);
   }
-  Matrix matrix{shape, Buffer::plain(memory_, rows.size()), Buffer::plain(memory_, integers.size() * sizeof(int32_t))};
+  Buffer part = copy_engines_ ? Buffer::lent(memory_, whole.bytes().subspan(mine.first * row_bytes, rows.size()))
+                              : Buffer::plain(memory_, rows.size());
+  Matrix matrix{shape, std::move(part), Buffer::plain(memory_, integers.size() * sizeof(int32_t))};
   matrix.part.write(rows);
   matrix.integers.write(integers);
   return matrix;
 }
 
 void WeightGather::gather(const Matrix& matrix, const Buffer& whole) const {
+  if (copy_engines_) return copy_engines_->gather(whole.data(), matrix.part.size(), side_->stream());
   const GatheredMatrix& shape = matrix.shape;
   const auto integers = [&](int64_t field) {
     return ConstTensor(matrix.integers.data() + field * num_ranks_ * static_cast<int64_t>(sizeof(int32_t)), EPX_INT32,
@@ -165,6 +189,7 @@ void WeightGather::join() {
 }
 
 void WeightGather::check() const {
+  if (!group_) return;
   const epx_group_report report = group_.status();
   if (report.status != EPX_SUCCESS || std::ranges::any_of(report.event_counts, [](uint64_t count) { return count > 0; }))
     throw RuntimeError(fmt::format("--gather: {}", report.message));
@@ -182,8 +207,16 @@ const std::vector<Buffer>& WeightGather::wholes(GatherForm form) const {
 }
 
 void WeightGather::scribble(GatherForm form) const {
-  for (const Buffer& whole : wholes(form))
-    whole.fill(kScribble);
+  const Form& found = find(form);
+  for (size_t i = 0; i < found.wholes.size(); ++i) {
+    const Buffer& part = found.matrices[i].part;
+    const std::span<std::byte> whole = found.wholes[i].bytes();
+    const bool is_inside = copy_engines_ != nullptr;
+    const size_t before = is_inside ? static_cast<size_t>(part.data() - whole.data()) : whole.size();
+    const size_t after = is_inside ? before + part.size() : whole.size();
+    for (const std::span<std::byte> rows : {whole.first(before), whole.subspan(after)})
+      if (!rows.empty()) memory_.fill(rows, kScribble);
+  }
 }
 
 int64_t WeightGather::count_wrong(GatherForm form) const {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The all-gather of a layer's expert weights that FSDP makes before it uses them. Each rank keeps a run of rows of each matrix,
-// and epx_ragged_all_to_all brings all of them to all ranks. It runs in a group of its own, beside what the measured group
-// does.
+// and all of them come to all ranks, beside what the measured group does: by epx_ragged_all_to_all in a group of its own, or by
+// copy engines.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "epx/epx.hpp"
+#include "tools/copy_engine_gather.h"
 #include "tools/ep_bench/block/numbers.h"
 #include "tools/ep_bench/memory.h"
 #include "tools/ep_bench/options.h"
+#include "tools/ep_bench/peers.h"
 
 namespace epx::bench {
 
@@ -43,15 +45,17 @@ std::vector<GatheredMatrix> gathered_matrices(const Options& options, GatherForm
 // Throws UsageError unless each rank keeps rows of each matrix that --gather asks for, and int32 counts them all.
 void require_gather(const Options& options, int num_ranks);
 
+// Throws UsageError unless all ranks keep as many rows, as copy engines want it.
+void require_equal_parts(const Options& options, int num_ranks);
+
 GroupConfig gather_group_config(const Options& options);
 
 const char* gather_line(GatherForm form); // "gather", "gather-fp8"
 
 class WeightGather {
 public:
-  // Creates the group and allocates what the forms of --gather need: collective over the bootstrap. `memory` must outlive
-  // this. Throws epx::Error.
-  WeightGather(const epx_bootstrap& bootstrap, const Options& options, Memory& memory);
+  // Allocates what the forms of --gather need: collective. `memory` must outlive this. Throws epx::Error.
+  WeightGather(const epx_bootstrap& bootstrap, const Options& options, const Peers& peers, Memory& memory);
   ~WeightGather();
   WeightGather(const WeightGather&) = delete;
   WeightGather& operator=(const WeightGather&) = delete;
@@ -72,7 +76,7 @@ private:
   // A matrix with its memory.
   struct Matrix {
     GatheredMatrix shape;
-    Buffer part;     // this rank's rows
+    Buffer part;     // this rank's rows; by copy engines a part of the whole
     Buffer integers; // input_offsets, send_sizes, output_offsets, recv_sizes, [4, P] int32
   };
   struct Form {
@@ -81,15 +85,17 @@ private:
     std::vector<Buffer> wholes; // in memory of the group, where rows land in place
   };
 
-  Matrix make_matrix(const GatheredMatrix& shape) const;
+  Buffer make_whole(const GatheredMatrix& shape) const;
+  Matrix make_matrix(const GatheredMatrix& shape, const Buffer& whole) const;
   void gather(const Matrix& matrix, const Buffer& whole) const;
   const Form& find(GatherForm form) const;
 
   uint64_t seed_;
   Memory& memory_;
   std::unique_ptr<SideStream> side_;
-  Group group_;
-  int rank_ = 0, num_ranks_ = 1;
+  int rank_, num_ranks_;
+  std::unique_ptr<CopyEngineGather> copy_engines_;
+  Group group_; // without copy engines
   std::vector<Form> forms_;
 };
 

@@ -33,6 +33,9 @@ public:
   bool is_host() const override { return false; }
   epx_stream stream() const override { return stream_; }
   std::unique_ptr<SideStream> make_side_stream() override;
+  std::unique_ptr<CopyEngineGather> make_copy_engine_gather(int rank, int num_ranks, const ShareBytes& share) override {
+    return epx::make_copy_engine_gather(rank, num_ranks, share);
+  }
   std::byte* allocate(size_t bytes) override;
   void free(std::byte* memory) noexcept override;
   void write(std::byte* to, std::span<const std::byte> from) override;
