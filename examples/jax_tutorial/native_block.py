@@ -58,6 +58,13 @@ class NativeBlock(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.lecun_normal()
     bias_init: nn.initializers.Initializer = nn.initializers.zeros_init()
 
+    @property
+    def compiler_options(self):
+        """For jax.jit of the block. From JAX 0.11 on XLA refuses ragged_all_to_all between processes without this, which an
+        older one does not know."""
+        is_refused = self.is_ragged and jax.version.__version_info__ >= (0, 11)
+        return {"xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True} if is_refused else None
+
     def router(self):
         softmax = "softmax_then_topk" if self.use_pre_softmax else "topk_then_softmax"
         return epx.moe.Router(

@@ -89,10 +89,7 @@ class Program:
     """A block, compiled: its forward, and its forward and backward."""
 
     def __init__(self, name, block, inputs, grad_out):
-        # From JAX 0.11 on XLA refuses ragged_all_to_all between processes without this, which an older one does not know.
-        allowed = {"xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback": True}
-        is_ragged = getattr(block, "is_ragged", False) and jax.version.__version_info__ >= (0, 11)
-        options = dict(compiler_options=allowed if is_ragged else None)
+        options = dict(compiler_options=getattr(block, "compiler_options", None))
         loss = functools.partial(loss_of, block)
         self.name, self.arguments = name, (inputs, grad_out)
         self._forward = jax.jit(lambda params, inputs, _: block.apply({"params": params}, inputs), **options)

@@ -79,7 +79,8 @@ def make_gradient(block):
         total = jnp.sum(out.astype(jnp.float32) * grad_out) + sum(jax.tree.leaves(state.get("losses", {})))
         return total, (out, state)
 
-    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    options = dict(compiler_options=getattr(block, "compiler_options", None))  # the native block has some
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), **options)
 
 
 def run(block, data):
