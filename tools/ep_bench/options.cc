@@ -425,12 +425,8 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
   options.block.recipe = value_of<epx_moe_recipe>("--recipe", recipe, kNamedRecipes);
   options.block.path = value_of<epx_moe_path>("--path", path, kNamedPaths);
   if (gather_forms->count() > 0)
-    for (const std::string& name : split_list(gather)) {
-      const auto form = value_of<GatherForm>("--gather", name, kGatherForms);
-      if (std::ranges::count(options.block.gathers, form) > 0)
-        throw UsageError(fmt::format("--gather is '{}'; it has {} twice", gather, name));
-      options.block.gathers.push_back(form);
-    }
+    for (const std::string& form : split_list(gather))
+      options.block.gathers.push_back(value_of<GatherForm>("--gather", form, kGatherForms));
   options.seed = parse_seed(seed);
   check_noise(options, noise, iterations->count() > 0, warmup->count() > 0, noise_percent->count() + budget->count() > 0);
   check_ranks(options, bootstrap);
