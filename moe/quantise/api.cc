@@ -171,24 +171,9 @@ epx_status epx_moe_quantise_params(const epx_moe_quantise_params_args* args) {
     const Dim stacked{"2F", 2 * inner.size};
     require_tensor(args->gate_up_weight, "gate_up_weight", kMasters, {experts, stacked, hidden});
     require_struct(args->fp8_params, "fp8_params");
-    const epx_moe_fp8_params& made = *args->fp8_params;
-    const CheckedWeights gate_up =
-        require_weights({{args->gate_up_weight, "gate_up_weight"},
-                         {made.gate_up_codes, "fp8_params.gate_up_codes"},
-                         {made.gate_up_scales, "fp8_params.gate_up_scales"},
-                         {},
-                         {made.gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
-                         {made.gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"},
-                         {}},
-                        format, experts, stacked, hidden);
-    const CheckedWeights down = require_weights({{args->down_weight, "down_weight"},
-                                                 {made.down_codes, "fp8_params.down_codes"},
-                                                 {made.down_scales, "fp8_params.down_scales"},
-                                                 {},
-                                                 {made.down_transposed_codes, "fp8_params.down_transposed_codes"},
-                                                 {made.down_transposed_scales, "fp8_params.down_transposed_scales"},
-                                                 {}},
-                                                format, experts, hidden, inner);
+    const ParamsTensors made(*args->fp8_params, args->gate_up_weight, args->down_weight);
+    const CheckedWeights gate_up = require_weights(made.gate_up, format, experts, stacked, hidden);
+    const CheckedWeights down = require_weights(made.down, format, experts, hidden, inner);
     run(place, args->cuda, {gate_up, down});
   });
 }

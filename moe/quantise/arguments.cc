@@ -193,23 +193,26 @@ CheckedWeights require_weights(const WeightTensors& tensors, const WeightsFormat
                                                              format, matrices, columns, rows)}};
 }
 
+ParamsTensors::ParamsTensors(const epx_moe_fp8_params& params, const epx_tensor* gate_up_weight,
+                             const epx_tensor* down_weight)
+    : gate_up{.weights = {gate_up_weight, "gate_up_weight"},
+              .codes = {params.gate_up_codes, "fp8_params.gate_up_codes"},
+              .scales = {params.gate_up_scales, "fp8_params.gate_up_scales"},
+              .row_scales = {},
+              .transposed_codes = {params.gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
+              .transposed_scales = {params.gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"},
+              .transposed_row_scales = {}},
+      down{.weights = {down_weight, "down_weight"},
+           .codes = {params.down_codes, "fp8_params.down_codes"},
+           .scales = {params.down_scales, "fp8_params.down_scales"},
+           .row_scales = {},
+           .transposed_codes = {params.down_transposed_codes, "fp8_params.down_transposed_codes"},
+           .transposed_scales = {params.down_transposed_scales, "fp8_params.down_transposed_scales"},
+           .transposed_row_scales = {}} {}
+
 std::vector<CheckedTranspose> require_transposes(const epx_moe_fp8_params* params) {
   require_struct(params, "fp8_params");
-  const WeightTensors gate_up = {
-      .weights = {},
-      .codes = {params->gate_up_codes, "fp8_params.gate_up_codes"},
-      .scales = {params->gate_up_scales, "fp8_params.gate_up_scales"},
-      .row_scales = {},
-      .transposed_codes = {params->gate_up_transposed_codes, "fp8_params.gate_up_transposed_codes"},
-      .transposed_scales = {params->gate_up_transposed_scales, "fp8_params.gate_up_transposed_scales"},
-      .transposed_row_scales = {}};
-  const WeightTensors down = {.weights = {},
-                              .codes = {params->down_codes, "fp8_params.down_codes"},
-                              .scales = {params->down_scales, "fp8_params.down_scales"},
-                              .row_scales = {},
-                              .transposed_codes = {params->down_transposed_codes, "fp8_params.down_transposed_codes"},
-                              .transposed_scales = {params->down_transposed_scales, "fp8_params.down_transposed_scales"},
-                              .transposed_row_scales = {}};
+  const auto [gate_up, down] = ParamsTensors(*params, nullptr, nullptr);
   const bool wants_gate_up = is_transposed(gate_up), wants_down = is_transposed(down);
   require_wanted(gate_up.transposed_codes.tensor, gate_up.transposed_codes.name, down.transposed_codes.tensor,
                  down.transposed_codes.name);

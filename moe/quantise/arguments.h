@@ -68,6 +68,12 @@ struct WeightTensors {
   NamedTensor codes, scales, row_scales;
   NamedTensor transposed_codes, transposed_scales, transposed_row_scales;
 };
+// The two weights of a layer, by their names in fp8_params. Of quantised ones `weights` is empty.
+struct ParamsTensors {
+  ParamsTensors(const epx_moe_fp8_params& params, const epx_tensor* gate_up_weight, const epx_tensor* down_weight);
+
+  WeightTensors gate_up, down;
+};
 // They are checked.
 struct CheckedWeights {
   WeightTensors tensors;
