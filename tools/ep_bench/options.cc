@@ -360,9 +360,10 @@ std::variant<Sweep, RequestedText> parse_options(int argc, const char* const* ar
              "beside each block: wide (in --dtype) or fp8 (codes, and scales of 128 x 128; --hidden and --ffn are then "
              "multiples of 128), or both in a list; without it: do not")
           ->needs(block);
-  add_number(app, "--gather-sms", options.block.gather_sms,
-             "--gather: streaming multiprocessors that a gather may use on GPUs, by epx_ragged_all_to_all; 0: none, by NCCL's "
-             "copy engines")
+  add_number(
+      app, "--gather-sms", options.block.gather_sms,
+      "--gather: streaming multiprocessors that a gather may use on GPUs, by epx_ragged_all_to_all; 0: none, by NCCL's "
+      "copy engines")
       ->needs(gather_forms);
   add_number(app, "--pause-ms", options.block.pause_ms,
              "--block, nccl: measure again with this pause before each iteration, milliseconds; 0: do not")
