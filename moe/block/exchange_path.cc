@@ -29,8 +29,8 @@ struct TravelledRows {
 };
 
 // The tensors of a call. Peers reach the rows, their weights and the gradients of both.
-struct DispatchTensors {
-  DispatchTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory);
+struct PathTensors {
+  PathTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory);
 
   // Shared by all flights.
   TravelledRows grad_expert_out; // [N, H]
@@ -55,7 +55,7 @@ CallMemory take(const Footprint& footprint, CallMemory& memory) {
           Carver(memory.shared_local.take_bytes(footprint.shared_local))};
 }
 
-DispatchTensors::DispatchTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory)
+PathTensors::PathTensors(const BlockPlan& plan, const Exchange& exchange, int64_t num_rows, CallMemory& memory)
     : handle_mem_bytes(exchange.handle_mem_bytes()) {
   const Shape rows = {num_rows, plan.ffn.hidden};
   recv_tokens = TravelledRows(plan, num_rows, memory.flight_window);
@@ -102,9 +102,9 @@ private:
 };
 
 // prepare -> dispatch -> FFN -> combine, by an exchange.
-class DispatchPath final : public BlockPath {
+class ExchangePath final : public BlockPath {
 public:
-  DispatchPath(const BlockPlan& plan, std::unique_ptr<Exchange> exchange)
+  ExchangePath(const BlockPlan& plan, std::unique_ptr<Exchange> exchange)
       : BlockPath(plan), exchange_(std::move(exchange)) {}
 
   Footprint footprint(int64_t num_rows) const override {
@@ -135,7 +135,7 @@ private:
     if (!plan().is_fp8()) return num_rows;
     return (num_rows + kFp8ZoneAlignment - 1) / kFp8ZoneAlignment * kFp8ZoneAlignment;
   }
-  DispatchTensors tensors(int64_t num_rows, CallMemory& memory) const {
+  PathTensors tensors(int64_t num_rows, CallMemory& memory) const {
     return {plan(), *exchange_, rows_of(num_rows), memory};
   }
 
@@ -145,7 +145,7 @@ private:
 
   // Args with what those of all operations of a group begin with.
   template <typename Args>
-  Args exchange_args(const PathCall& call, const DispatchTensors& mine) const {
+  Args exchange_args(const PathCall& call, const PathTensors& mine) const {
     Args args{};
     args.struct_size = sizeof(args);
     args.layer = plan().layer;
@@ -157,7 +157,7 @@ private:
 
   // Args with what those of all calls of the FFN have.
   template <typename Args, typename Params>
-  static Args ffn_args(const PathCall& call, const Params* params, const DispatchTensors& mine) {
+  static Args ffn_args(const PathCall& call, const Params* params, const PathTensors& mine) {
     auto args = call.place.make_args<Args>();
     args.params = params;
     args.recv_tokens = mine.recv_tokens.rows.get();
@@ -166,7 +166,7 @@ private:
     return args;
   }
   template <typename Args>
-  static Args fp8_args(const PathCall& call, const epx_moe_fp8_params* params, const DispatchTensors& mine) {
+  static Args fp8_args(const PathCall& call, const epx_moe_fp8_params* params, const PathTensors& mine) {
     auto args = ffn_args<Args>(call, params, mine);
     args.recv_scales = mine.recv_tokens.scales.get();
     return args;
@@ -174,9 +174,9 @@ private:
 
   // Check what the experts are going to compute, and return what computes it while `mine` lives.
   using Compute = std::function<void()>;
-  Compute experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args, const DispatchTensors& mine) const;
-  Compute experts_again(const PathCall& call, const epx_moe_block_bwd_args& args, const DispatchTensors& mine) const;
-  Compute experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args, const DispatchTensors& mine) const;
+  Compute experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args, const PathTensors& mine) const;
+  Compute experts_again(const PathCall& call, const epx_moe_block_bwd_args& args, const PathTensors& mine) const;
+  Compute experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args, const PathTensors& mine) const;
 
   template <typename Checked>
   static Compute computing(Checked&& checked) {
@@ -198,8 +198,8 @@ private:
   std::unique_ptr<Exchange> exchange_;
 };
 
-DispatchPath::Compute DispatchPath::experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args,
-                                                    const DispatchTensors& mine) const {
+ExchangePath::Compute ExchangePath::experts_forward(const PathCall& call, const epx_moe_block_fwd_args& args,
+                                                    const PathTensors& mine) const {
   const auto fill = [&](auto call_args) {
     call_args.recv_weights = early(mine.recv_weights);
     call_args.expert_out = mine.expert_out.get();
@@ -216,8 +216,8 @@ DispatchPath::Compute DispatchPath::experts_forward(const PathCall& call, const 
 }
 
 // Of pre_act, where the forward has not kept it.
-DispatchPath::Compute DispatchPath::experts_again(const PathCall& call, const epx_moe_block_bwd_args& args,
-                                                  const DispatchTensors& mine) const {
+ExchangePath::Compute ExchangePath::experts_again(const PathCall& call, const epx_moe_block_bwd_args& args,
+                                                  const PathTensors& mine) const {
   if (!plan().recomputes) return [] {};
   if (plan().is_fp8()) {
     auto fp8 = fp8_args<epx_moe_ffn_fp8_args>(call, args.fp8_params, mine);
@@ -229,8 +229,8 @@ DispatchPath::Compute DispatchPath::experts_again(const PathCall& call, const ep
   return computing(CheckedFfn(plan().ffn, &wide, FfnOutputs::pre_act));
 }
 
-DispatchPath::Compute DispatchPath::experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args,
-                                                     const DispatchTensors& mine) const {
+ExchangePath::Compute ExchangePath::experts_backward(const PathCall& call, const epx_moe_block_bwd_args& args,
+                                                     const PathTensors& mine) const {
   const auto fill = [&](auto call_args) {
     call_args.recv_weights = early(mine.recv_weights);
     call_args.pre_act = mine.pre_act.get();
@@ -251,9 +251,9 @@ DispatchPath::Compute DispatchPath::experts_backward(const PathCall& call, const
   return computing(CheckedFfnBwd(plan().ffn, &wide));
 }
 
-void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& args, const RunInOrder& run) {
+void ExchangePath::forward(const PathCall& call, const epx_moe_block_fwd_args& args, const RunInOrder& run) {
   CallMemory memory = call.memory;
-  const DispatchTensors mine = tensors(call.num_rows, memory);
+  const PathTensors mine = tensors(call.num_rows, memory);
   const Compute experts = experts_forward(call, args, mine);
 
   auto prepare = exchange_args<epx_prepare_args>(call, mine);
@@ -284,9 +284,9 @@ void DispatchPath::forward(const PathCall& call, const epx_moe_block_fwd_args& a
   });
 }
 
-void DispatchPath::backward(const PathCall& call, const epx_moe_block_bwd_args& args, const RunInOrder& run) {
+void ExchangePath::backward(const PathCall& call, const epx_moe_block_bwd_args& args, const RunInOrder& run) {
   CallMemory memory = call.memory;
-  const DispatchTensors mine = tensors(call.num_rows, memory);
+  const PathTensors mine = tensors(call.num_rows, memory);
   require_params(args);
   const Compute again = experts_again(call, args, mine);
   const Compute experts = experts_backward(call, args, mine);
@@ -324,7 +324,7 @@ std::unique_ptr<BlockPath> make_path(epx_group group, const epx_moe_block_config
     if (plan.path == EPX_MOE_PATH_RAGGED) return make_ragged_exchange(group, plan);
     return make_group_exchange(group, plan);
   };
-  return std::make_unique<DispatchPath>(plan, make_exchange());
+  return std::make_unique<ExchangePath>(plan, make_exchange());
 }
 
 } // namespace epx::moe
