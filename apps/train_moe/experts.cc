@@ -29,9 +29,12 @@ ExpertWeights::ExpertWeights(FsdpAxis* axis, Device& device, Parameters& paramet
 
 ExpertWeights::Weight ExpertWeights::weight(Parameters::Id id, int64_t rows, int64_t width, int64_t unit) {
   const Axis axis = axis_ != nullptr ? axis_->axis() : Axis();
-  Weight made = {id, stored(dtype_, {device_, axis, rows, width, unit}), std::nullopt};
-  if (axis_ == nullptr && dtype_ == EPX_FLOAT32) // the block reads the parameters
-    made.elements.memory = {parameters_.values(id), parameters_.values(id)};
+  SplitMatrix elements(device_, axis, rows, width, unit);
+  float* const values = parameters_.values(id);
+  const bool reads_parameters = axis_ == nullptr && dtype_ == EPX_FLOAT32;
+  Weight made = {
+      id, reads_parameters ? Stored{std::move(elements), dtype_, {values, values}} : stored(dtype_, std::move(elements)),
+      std::nullopt};
   if (dtype_ == EPX_FLOAT8_E4M3)
     made.scales.emplace(stored(EPX_FLOAT32, {device_, axis, rows / kFp8Block, width / kFp8Block}));
   if (axis_ != nullptr) axis_->reserve_sums(made.elements.matrix);
