@@ -16,7 +16,7 @@ void check_nccl(ncclResult_t result, const char* call) {
 
 class NcclGather final : public CopyEngineGather {
 public:
-  NcclGather(int rank, int num_ranks, const ncclUniqueId& id) {
+  NcclGather(int rank, int num_ranks, const ncclUniqueId& id) : rank_(rank) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
     check_nccl(ncclCommInitRankConfig(&comm_, num_ranks, id, rank, &config), "ncclCommInitRankConfig");
@@ -38,14 +38,13 @@ public:
   }
 
   void gather(std::byte* all, size_t part_bytes, void* stream) override {
-    int rank = 0;
-    check_nccl(ncclCommUserRank(comm_, &rank), "ncclCommUserRank");
-    check_nccl(ncclAllGather(all + static_cast<size_t>(rank) * part_bytes, all, part_bytes, ncclUint8, comm_,
+    check_nccl(ncclAllGather(all + static_cast<size_t>(rank_) * part_bytes, all, part_bytes, ncclUint8, comm_,
                              static_cast<cudaStream_t>(stream)),
                "ncclAllGather");
   }
 
 private:
+  int rank_;
   ncclComm_t comm_ = nullptr;
   std::vector<void*> all_memory_;
 };

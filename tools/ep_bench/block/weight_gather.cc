@@ -74,8 +74,7 @@ void require_gather(const Options& options, int num_ranks) {
 void require_equal_parts(const Options& options, int num_ranks) {
   for (const GatherForm form : options.block.gathers)
     for (const GatheredMatrix& matrix : gathered_matrices(options, form, num_ranks))
-      if (matrix.part(0, num_ranks).count * num_ranks != matrix.rows ||
-          matrix.part(num_ranks - 1, num_ranks).count != matrix.part(0, num_ranks).count)
+      if (matrix.part(0, num_ranks).count * num_ranks != matrix.rows) // that of the first rank is rounded down
         throw UsageError(
             fmt::format("--gather is '{}' by copy engines, and {} ranks do not share a matrix of {} rows evenly; "
                         "with --gather-sms 16 they need not",
@@ -211,10 +210,9 @@ void WeightGather::scribble(GatherForm form) const {
   for (size_t i = 0; i < found.wholes.size(); ++i) {
     const Buffer& part = found.matrices[i].part;
     const std::span<std::byte> whole = found.wholes[i].bytes();
-    const bool is_inside = copy_engines_ != nullptr;
-    const size_t before = is_inside ? static_cast<size_t>(part.data() - whole.data()) : whole.size();
-    const size_t after = is_inside ? before + part.size() : whole.size();
-    for (const std::span<std::byte> rows : {whole.first(before), whole.subspan(after)})
+    const size_t begin = copy_engines_ ? static_cast<size_t>(part.data() - whole.data()) : 0; // of what is kept there
+    const size_t kept = copy_engines_ ? part.size() : 0;
+    for (const std::span<std::byte> rows : {whole.first(begin), whole.subspan(begin + kept)})
       if (!rows.empty()) memory_.fill(rows, kScribble);
   }
 }

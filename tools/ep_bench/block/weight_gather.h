@@ -69,7 +69,7 @@ public:
 
   int64_t received_bytes(GatherForm form) const;            // from other ranks
   const std::vector<Buffer>& wholes(GatherForm form) const; // in the order of gathered_matrices()
-  void scribble(GatherForm form) const;                     // over them
+  void scribble(GatherForm form) const;                     // over them, but for what this rank keeps there
   int64_t count_wrong(GatherForm form) const;               // elements that are not those of the ranks
 
 private:
