@@ -37,9 +37,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
   const int64_t num_items = call.num_matrices * row_blocks * column_blocks;
 #pragma unroll 1
   for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-    const int64_t column_block = item % column_blocks;
-    const int64_t row_block = item / column_blocks % row_blocks;
-    const int64_t matrix = item / column_blocks / row_blocks;
+    const auto [matrix, row_block, column_block] = WeightTile(item, row_blocks, column_blocks);
     const int64_t first_element = matrix * call.num_rows * call.num_columns;
     const int64_t first = first_element + row_block * kTile * call.num_columns + column_block * kTile;
     TileElements<T> elements;

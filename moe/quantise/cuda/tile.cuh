@@ -44,6 +44,15 @@ inline epx::cuda::Grid grid_of_tiles(int64_t num_items, const LaunchTarget& targ
   return {static_cast<int>(std::min(num_items, resident)), kTileThreads};
 }
 
+// The place of a tile among those of matrices, which follow each other, each by rows of tiles.
+struct WeightTile {
+  __device__ WeightTile(int64_t item, int64_t row_blocks, int64_t column_blocks)
+      : matrix(item / column_blocks / row_blocks), row_block(item / column_blocks % row_blocks),
+        column_block(item % column_blocks) {}
+
+  int64_t matrix, row_block, column_block;
+};
+
 // Calls encode(std::bool_constant): where an element of the warp is not finite, which is rare, other code encodes all of them.
 template <typename Encode>
 __device__ inline void with_finiteness(bool is_finite, const Encode& encode) {

@@ -22,9 +22,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocksPerSm)
   const int64_t num_items = call.num_matrices * row_blocks * column_blocks;
 #pragma unroll 1
   for (int64_t item = blockIdx.x; item < num_items; item += gridDim.x) {
-    const int64_t column_block = item % column_blocks;
-    const int64_t row_block = item / column_blocks % row_blocks;
-    const int64_t matrix = item / column_blocks / row_blocks;
+    const auto [matrix, row_block, column_block] = WeightTile(item, row_blocks, column_blocks);
     const int64_t first_code = matrix * call.num_rows * call.num_columns;
     const int64_t row = row_block * kTile + warp_of_tile() * kWarpRows;
     const uint8_t* const from =
