@@ -116,7 +116,8 @@ std::variant<Options, RequestedText> parse_options(int argc, char** argv) {
   const CLI::Option* const fsdp =
       app.add_option("--fsdp", options.fsdp,
                      "ranks that compute with the same experts and keep a part of their parameters each, gathered before "
-                     "use; ep * fsdp is the number of ranks; default: ranks / ep")
+                     "use; above 1, all ranks keep a part of all other parameters, too; ep * fsdp is the number of ranks; "
+                     "default: ranks / ep")
           ->check(positive);
   app.add_option("--device", device_name, "what computes: host, or cuda (a GPU for each rank, with a path of epx)")
       ->check(CLI::IsMember({"host", "cuda"}))

@@ -69,11 +69,11 @@ inline constexpr const char* kFooter = R"(Figures
   so that the host's work is in them where the GPU waits for it. --recipe adds a block whose experts are in FP8 (block-fp8),
   and the time of quantising its weights, which is in no other line. --path adds one whose rows take another path (block-ring).
   --gather adds what FSDP over all ranks costs before a layer: 'gather' brings the expert weights of another layer of this
-  size, of which each rank keeps an equal part, to all ranks by epx_ragged_all_to_all, in a group of its own on --gather-sms
-  SMs; 'gather-fp8' brings codes and scales. They are timed alone, and on a stream of their own beside forward and backward of
-  each block: 'block fwd+bwd + gather' ends when both have. Below the table stand the bytes that a rank receives, and by how
-  much the gather makes the step longer. On the host nothing runs beside a call: the gather comes first. --verify compares
-  what was gathered beside a block, bit for bit.
+  size, of which each rank keeps an equal part, to all ranks: by NCCL's copy engines, or with --gather-sms on so many SMs by
+  epx_ragged_all_to_all. 'gather-fp8' brings codes and scales. They are timed alone, and on a stream of their own beside
+  forward and backward of each block: 'block fwd+bwd + gather' ends when both have. Below the table stand the bytes that a
+  rank receives, and by how much the gather makes the step longer. On the host nothing runs beside a call: the gather comes
+  first. --verify compares what was gathered beside a block, bit for bit.
   --verify compares their outputs with the block's.
   TFLOP/s        of a rank: (forward 6, forward and backward 18) x T x K x H x F / time
   paused us      --pause-ms: the median of a quarter of the iterations, 5 at least, each after a pause of all ranks
