@@ -19,11 +19,12 @@ struct WireFormat {
   float amax_floor = 0.0f;
 
   constexpr bool is_quantised() const { return scaling != EPX_SCALING_NONE; }
-  // Returns the elements that have a scale in common.
-  constexpr int block() const { return scaling == EPX_SCALING_MX ? 32 : scaling == EPX_SCALING_NV ? 16 : 128; }
+  // Return the elements that have a scale in common, and the base-2 logarithm of their number, since GPUs divide 64 bits by a function.
+  constexpr int block() const { return 1 << block_shift(); }
+  constexpr int block_shift() const { return scaling == EPX_SCALING_MX ? 5 : scaling == EPX_SCALING_NV ? 4 : 7; }
   constexpr bool has_row_scale() const { return scaling == EPX_SCALING_NV; }
   // Returns S, the scales of a row of `hidden` elements.
-  constexpr int64_t num_scales(int64_t hidden) const { return (hidden + block() - 1) / block(); }
+  constexpr int64_t num_scales(int64_t hidden) const { return (hidden + block() - 1) >> block_shift(); }
   constexpr int64_t element_bytes(int64_t hidden) const { return row_bytes(elements, hidden); }
   constexpr int64_t scale_bytes(int64_t hidden) const { return row_bytes(scales, num_scales(hidden)); }
 };

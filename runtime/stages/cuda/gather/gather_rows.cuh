@@ -30,7 +30,7 @@ public:
     constexpr int64_t kHTile = RowReader<T, true>::kHTile;
     const int64_t h_tiles = (params.call.hidden + kHTile - 1) / kHTile;
     num_splits_ = h_tiles < kMinHTilesToSplit ? 1 : kMaxRowSplits;
-    split_size_ = (h_tiles + num_splits_ - 1) / num_splits_ * kHTile;
+    split_size_ = (num_splits_ == 1 ? h_tiles : (h_tiles + kMaxRowSplits - 1) / kMaxRowSplits) * kHTile;
   }
 
   __device__ int num_splits() const { return num_splits_; }

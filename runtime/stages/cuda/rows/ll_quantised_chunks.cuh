@@ -71,7 +71,7 @@ private:
     Part part{};
     part.first = first;
     part.elements = min(args_.hidden - first, static_cast<int>(part_elements()));
-    part.scale_count = (part.elements + format_.block() - 1) >> block_shift_of(format_);
+    part.scale_count = (part.elements + format_.block() - 1) >> format_.block_shift();
     part.code_bytes = codes_of(part.elements); // H of packed rows is even
     part.row_scale = (part.code_bytes + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
     part.scales = part.row_scale + (format_.has_row_scale() ? kVectorBytes : 0);
@@ -84,7 +84,7 @@ private:
   __device__ int codes_of(int elements) const { return elements >> is_packed(); }
   __device__ int scale_bytes() const { return format_.scales == EPX_FLOAT32 ? 4 : 1; }
   // Where the scales of a row that come before those of the part end, in scales.
-  __device__ int64_t scales_before(const Part& part) const { return part.first >> block_shift_of(format_); }
+  __device__ int64_t scales_before(const Part& part) const { return part.first >> format_.block_shift(); }
   __device__ float* row_scale_of(const Part& part) const { return reinterpret_cast<float*>(scratch_ + part.row_scale); }
 
   // It is not inlined, since several places call it and a cold instruction cache takes longer than a call; and it takes

@@ -119,7 +119,7 @@ public:
   __device__ WirePart(const WireFormat& format, int64_t hidden, int64_t first, int64_t size)
       : format_(format), codes_(static_cast<uint32_t>(first)), size_(static_cast<uint32_t>(size)),
         scale_bytes_(static_cast<uint32_t>(single_element_bytes(format.scales))),
-        block_shift_(static_cast<uint32_t>(block_shift_of(format))),
+        block_shift_(static_cast<uint32_t>(format.block_shift())),
         scales_(static_cast<uint32_t>(WireRow(format, hidden).scales) + (codes_ >> block_shift_) * scale_bytes_) {}
 
   __device__ const WireFormat& format() const { return format_; }

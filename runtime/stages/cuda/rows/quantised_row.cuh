@@ -294,11 +294,6 @@ __device__ inline void store_scale_fill(const ScaleLayout& layout, unsigned lane
         to[layout.place_offset(place)] = std::byte{0};
 }
 
-// The base-2 logarithm of the elements that have a scale in common.
-__device__ inline int block_shift_of(const WireFormat& format) {
-  return __ffs(format.block()) - 1;
-}
-
 // Returns e of a row of NV: the caller's, or the row's own; 1 in other formats. All lanes call this.
 template <typename T, bool kIsVector>
 __device__ __noinline__ float encode_scale_of(const WireFormat format, const T* row, int64_t hidden,
@@ -333,7 +328,7 @@ __device__ __noinline__ void quantise_row(const WireFormat format, const T* row,
   const bool dequantises = from_lane(own.scales, lowest_bit(lanes)) == nullptr;
   const int per_byte = static_cast<int>(elements_per_byte(format.elements));
   const float row_scale = formats::nv_row_scale(e);
-  const int block_shift = block_shift_of(format);
+  const int block_shift = format.block_shift();
   LaneWords<T> next;
   next.template load<kIsVector>(row, lane() * kLaneElements, hidden);
 #pragma unroll 1
@@ -373,7 +368,7 @@ __device__ __noinline__ void dequantise_row(const WireFormat format, const Quant
   constexpr int kTiles = kIsVector ? 2 : 1; // whose loads are in flight at a time
   const int per_byte = static_cast<int>(elements_per_byte(format.elements));
   const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
-  const int block_shift = block_shift_of(format);
+  const int block_shift = format.block_shift();
 #pragma unroll 1
   for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
     LaneCodes codes[kTiles];
@@ -418,7 +413,7 @@ template <typename T>
 __device__ __noinline__ float dot_row(const WireFormat format, const QuantisedSource from, int64_t hidden, const T* x) {
   const bool is_packed = format.elements == EPX_FLOAT4_E2M1;
   const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
-  const int block_shift = block_shift_of(format);
+  const int block_shift = format.block_shift();
   float acc[kFragment] = {};
 #pragma unroll 1
   for (int64_t h = lane() * kFragment; h < hidden; h += kWarpTile) {

@@ -428,7 +428,8 @@ __device__ __forceinline__ void with_ring_row(const WireFormat& format, const Ta
 // Returns whether all rows, whose addresses are OR-ed together, can go through the ring.
 __device__ inline bool fits_ring(const WireFormat& format, int64_t hidden, uint64_t address_bits) {
   constexpr int64_t kBytes = 16; // of vectors and of bulk copies
-  const bool is_aligned = hidden % (kBytes * elements_per_byte(format.elements)) == 0 && address_bits % kBytes == 0;
+  const int64_t elements = kBytes * elements_per_byte(format.elements);
+  const bool is_aligned = (hidden & (elements - 1)) == 0 && address_bits % kBytes == 0;
   return __all_sync(~0u, is_aligned ? 1 : 0) != 0;
 }
 

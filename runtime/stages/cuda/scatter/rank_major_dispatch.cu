@@ -141,20 +141,27 @@ private:
   __device__ bool has_last_token() const {
     return static_cast<int>(blockIdx.x) == num_sending_blocks() - 1;
   }
+  // The first blocks have a token more than the others. GPUs divide 64 bits by a function, so 32 bits are divided here.
   __device__ Range part_of(uint32_t tokens) const {
-    const auto blocks = static_cast<unsigned>(num_sending_blocks());
+    const auto blocks = static_cast<uint32_t>(num_sending_blocks());
     if (blockIdx.x >= blocks) return {tokens, tokens};
-    return {static_cast<uint32_t>(uint64_t{tokens} * blockIdx.x / blocks),
-            static_cast<uint32_t>(uint64_t{tokens} * (blockIdx.x + 1) / blocks)};
+    const uint32_t size = tokens / blocks, larger = tokens - size * blocks;
+    const uint32_t begin = size * blockIdx.x + min(blockIdx.x, larger);
+    return {begin, begin + size + (blockIdx.x < larger ? 1 : 0)};
+  }
+  // Returns the block whose part a token belongs to.
+  __device__ int block_of(uint32_t token) const {
+    const auto tokens = static_cast<uint32_t>(args_.num_tokens), blocks = static_cast<uint32_t>(num_sending_blocks());
+    const uint32_t size = tokens / blocks, larger = tokens - size * blocks;
+    const uint32_t in_larger = larger * (size + 1); // tokens of the larger parts
+    return static_cast<int>(token < in_larger ? token / (size + 1) : larger + (token - in_larger) / size);
   }
   __device__ int senders_of_block() const {
     return call_.num_ranks() == 1 ? kMovementWarps : params_.role_counts.sender_warps;
   }
   // Waits until the block whose part the token belongs to has assigned its rows. Returns false when the group has failed.
   __device__ bool wait_for_row(int64_t token) const {
-    const auto blocks = static_cast<uint64_t>(num_sending_blocks());
-    const auto block =
-        static_cast<int>((static_cast<uint64_t>(token + 1) * blocks - 1) / static_cast<uint64_t>(args_.num_tokens));
+    const int block = block_of(static_cast<uint32_t>(token));
     return wait_for_plan_parts(group_, call_, block, block + 1);
   }
 
