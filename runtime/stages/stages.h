@@ -50,6 +50,8 @@ struct FormatTensors {
   bool come_on_wire = false; // rows come as WireRow, pitch() apart, and have no other tensors: a leg's, from another node
   ScaleLayout recv_layout;
 
+  // Returns whether rows arrive quantised, with their scales.
+  constexpr bool keep_codes() const { return recv_scales != nullptr; }
   // Returns whether the sender has nothing to quantise.
   constexpr bool come_quantised() const { return come_on_wire || scales != nullptr; }
 };

@@ -27,10 +27,11 @@ struct Launcher {
   AllocationPlace place_of_output(const RaggedAllToAllCall& call) const;
 };
 
-// Call has format_tensors.
+// Call has format_tensors. may_send_own: the call's kernel stores the rows that stay on their rank where it sends.
 template <typename Call>
-SenderWork sender_work_of(const Call& call) {
-  return call.format.is_quantised() && !call.format_tensors.come_quantised() ? SenderWork::quantises : SenderWork::copies;
+SenderWork sender_work_of(const Call& call, bool may_send_own) {
+  if (!call.format.is_quantised() || call.format_tensors.come_quantised()) return SenderWork::copies;
+  return may_send_own && call.format_tensors.keep_codes() ? SenderWork::quantises_all : SenderWork::quantises;
 }
 
 // launch_dispatch and so on, one for each stage.

@@ -29,10 +29,12 @@ int default_sms(const Tuning& tuning, int sms_of_gpu) {
 // ones all blocks send and receive, and whoever has no more to send or to signal receives. Senders that quantise rows have more
 // work than the wire.
 WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWork receivers, SenderWork work) {
-  if (work == SenderWork::quantises)
-    return blocks >= tuning.split_grid
-               ? WarpRoleCounts{blocks * tuning.quantising_sender_eighths / 8, tuning.quantising_sender_warps, 1, false}
-               : WarpRoleCounts{blocks, tuning.quantising_sender_warps, 1, true};
+  if (work != SenderWork::copies) {
+    if (blocks < tuning.split_grid) return {blocks, tuning.quantising_sender_warps, 1, true};
+    const int eighths =
+        work == SenderWork::quantises ? tuning.quantising_sender_eighths : tuning.all_quantising_sender_eighths;
+    return {blocks * eighths / 8, tuning.quantising_sender_warps, 1, false};
+  }
   if (blocks >= tuning.full_grid) {
     const int senders = receivers == ReceiverWork::rows ? tuning.scatter_row_senders : tuning.scatter_senders;
     return {tuning.scatter_sender_blocks, std::min(senders / tuning.scatter_sender_blocks, tuning.scatter_sender_warps), 1,
@@ -46,7 +48,7 @@ WarpRoleCounts scatter_role_counts(const Tuning& tuning, int blocks, ReceiverWor
 // The receivers of dispatch_rank_major take up routes alone where rows come in place, so that all blocks send, with as many
 // warps as the wire has use for, which receive in the end. At least one warp of each block receives from the beginning.
 WarpRoleCounts rank_major_role_counts(const Tuning& tuning, int blocks, SenderWork work) {
-  if (work == SenderWork::quantises) return {blocks, tuning.quantising_sender_warps, 1, true};
+  if (work != SenderWork::copies) return {blocks, tuning.quantising_sender_warps, 1, true};
   const int senders = std::max(tuning.rank_major_senders / blocks, tuning.mixed_sender_warps);
   return {blocks, std::min(senders, tuning.rank_major_sender_warps), 1, true};
 }

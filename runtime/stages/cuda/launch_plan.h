@@ -40,8 +40,8 @@ struct WarpRoleCounts {
 // they sum the rows that ranks have sent of a token. routes: they store the routes of dispatch_rank_major, and copy rows only
 // where these do not come in place.
 enum class ReceiverWork { rows, sums, routes };
-// What the senders do with a row.
-enum class SenderWork { copies, quantises };
+// What the senders do with a row. quantises_all: they store those that stay on their rank, too.
+enum class SenderWork { copies, quantises, quantises_all };
 // Threads of each block of scatter and gather, and of the kernel of gather that takes batches of tokens. With three warps
 // instead of four on each quarter of an SM a thread may have 168 registers instead of 128: nothing is spilled, and the loads of
 // a whole long h-tile from shared memory are in flight.

@@ -336,8 +336,9 @@ std::vector<const void*> rank_major_kernels() {
 
 cudaError_t launch_dispatch_rank_major(const Launcher& launcher, const DispatchRankMajorCall& call) {
   const GroupShape& shape = launcher.group.context.shape;
-  const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1,
-                                                              sender_work_of(call), ReceiverWork::routes, launcher.stream);
+  const auto [grid, role_counts] =
+      launcher.plan.next_scatter(call.num_tokens, row_bytes(call.dtype, call.hidden), 1, sender_work_of(call, true),
+                                 ReceiverWork::routes, launcher.stream);
   // Peers do not know where a rank's compact rows lie.
   const CallDescriptor descriptor =
       describe(call, call.is_compact ? kNotRegistered : launcher.place_of(call, call.recv_tokens));

@@ -8,13 +8,15 @@
 //            into the token's first live slot there when the receive
 //            rows lie in an allocation of the group, else, and where
 //            this rank stages its rows, into staging. Scales of
-//            rows (row_format.cuh) always go into staging
+//            rows (row_format.cuh) always go into staging. dispatch
+//            stores a row that it quantises into its slots here, too
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
 //            In a small grid send and signal warps receive when
 //            nothing is left to send or to signal
 //   receive  clear pads                                                 nothing
-//            store the tokens of this rank into their slots here        the entry barrier
+//            store the tokens of this rank into their slots here,       the entry barrier
+//            unless senders do
 //            store a peer's token into all its slots here, from one     the row's ready flag
 //            read of the row
 //

@@ -63,6 +63,12 @@ struct Dispatch {
   }
   static constexpr bool kMixesPaths = false, kTakesRankMajor = false;
   static constexpr bool kStagesOwnRows = false; // whether this rank reads its own rows from staging, too, as its peers do
+  // Where a sender stores a row that stays here, in a slot.
+  __device__ SendPlaces own_places(int32_t slot) const {
+    return {{call.recv_tokens + slot * recv_row_bytes(), nullptr, slot},
+            call.recv_sidecar + slot * call.sidecar_bytes,
+            nullptr};
+  }
   // Zeros what the slots that the lanes pass, and their rows, have beside the rows: weights, sidecars, scales; -1: none.
   __device__ void clear_beside_rows(int32_t slot, int64_t /*row*/) const {
     if (call.recv_weights != nullptr && slot >= 0) call.recv_weights[slot] = 0.0f;
@@ -135,6 +141,10 @@ __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& c
 template <typename Operation>
 class Scatter {
 public:
+  // Whether senders may store the rows that stay here: they know the slots, and a row here is what a peer would get.
+  static constexpr bool kMaySendOwnRows =
+      !Operation::Format::kIsReceiveFormat && !Operation::kMixesPaths && !Operation::kStagesOwnRows;
+
   __device__ Scatter(const ScatterParams<Operation>& params, const Movement& movement, TmaRowPipeline& pipeline)
       : group_(params.group), operation_(params.operation), movement_(movement), call_(movement.call()),
         pipeline_(pipeline),
@@ -184,8 +194,8 @@ public:
     sender_.close();
   }
 
-  // The tokens of this rank come first: they need no peer. Those of peers that have sent LL lines are left to
-  // receive_ll_peers().
+  // The tokens of this rank come first, unless the senders store them: they need no peer. Those of peers that have sent LL lines
+  // are left to receive_ll_peers().
   __device__ void receive(const WarpAssignment& warp) const {
     const TokenTiles tiles = tiles_to_receive(warp);
 #pragma unroll 1
@@ -197,10 +207,12 @@ public:
 
 private:
   // A receiver's tile is a batch of tokens where each warp has more than kManyTokens of them, since a look-up is a chain of
-  // dependent loads with no row in flight.
+  // dependent loads with no row in flight. That takes most of the time where rows are short and prepare_dispatch receives the own
+  // ones, too (docs/tuning.md).
   __device__ TokenTiles tiles_to_receive(const WarpAssignment& warp) const {
-    constexpr int kManyTokens = 32, kSinglesPerWarp = 4;
-    const auto tokens = static_cast<int32_t>(operation_.call.num_tokens + movement_.num_peer_tokens());
+    constexpr bool kPrefersBatches = Operation::kMixesPaths && !Operation::Format::kIsReceiveFormat;
+    constexpr int kManyTokens = kPrefersBatches ? 4 : 32, kSinglesPerWarp = kPrefersBatches ? 2 : 4;
+    const auto tokens = own_tokens_to_receive() + static_cast<int32_t>(movement_.num_peer_tokens());
     if (call_.forces_ht_path()) return {tokens, max_batch_tokens(), 0}; // a test hook
     const auto receivers = static_cast<int32_t>(warp.count);
     return {tokens, tokens > kManyTokens * receivers ? max_batch_tokens() : 1,
@@ -235,9 +247,18 @@ private:
     }
     return true;
   }
+  // Returns whether senders store the rows that stay here, too, and not the receivers.
+  __device__ bool sends_own_rows() const {
+    if constexpr (kMaySendOwnRows)
+      return call_.num_ranks() > 1 && operation_.format().sends_own_rows() && movement_.sends_rows(call_.rank());
+    return false;
+  }
+  __device__ int32_t own_tokens_to_receive() const {
+    return sends_own_rows() ? 0 : static_cast<int32_t>(operation_.call.num_tokens);
+  }
   // The tokens to receive: those of this rank, and then those of the peers.
   __device__ Movement::PeerToken token_at(int32_t index) const {
-    const auto own = static_cast<int32_t>(operation_.call.num_tokens);
+    const int32_t own = own_tokens_to_receive();
     return index < own ? Movement::PeerToken{call_.rank(), index}
                        : movement_.peer_token(static_cast<uint32_t>(index - own));
   }
@@ -276,6 +297,9 @@ private:
     const int top_k = operation_.call.top_k;
     const WarpRoutes routes = movement_.routes_of(token);
     if (operation_.input_weights() != nullptr) send_weights(token, routes);
+    const bool sends_own = sends_own_rows();
+    if (sends_own) store_own_weights(token, routes);
+    uint64_t own = sends_own ? routes.mask_of([&](const Route& route) { return is_own(route); }) : 0; // by k: slots here
     for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
       const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
       int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
@@ -295,7 +319,35 @@ private:
           if (lane() == i && live != 0) first_live = live_slot;
         }
       }
-      if (__any_sync(~0u, first_live >= 0 ? 1 : 0) != 0) send_to(peer, token, first_slot, first_live);
+      const int32_t own_slot = next_slots(routes, own, min(call_.num_ranks() - 1 - first, kWarp));
+      if (__any_sync(~0u, max(first_live, own_slot) >= 0 ? 1 : 0) != 0)
+        send_to(peer, token, first_slot, first_live, own_slot);
+    }
+    while (own != 0)
+      send_to(-1, token, -1, -1, next_slots(routes, own, 0));
+  }
+  // Gives the lanes from `first` on the slots of the routes that `left` has, one each, and takes those routes out of it. Returns
+  // the lane's; -1: none.
+  __device__ static int32_t next_slots(const WarpRoutes& routes, uint64_t& left, int first) {
+    int32_t own = -1;
+#pragma unroll 1
+    for (; left != 0 && first < kWarp; left &= left - 1, ++first) {
+      const int32_t slot = routes.slot(lowest_bit(left));
+      if (lane() == first) own = slot;
+    }
+    return own;
+  }
+  __device__ bool is_own(const Route& route) const {
+    return route.rank == call_.rank() && movement_.is_live(route);
+  }
+  __device__ void store_own_weights(int64_t token, const WarpRoutes& routes) const {
+    if constexpr (kMaySendOwnRows) {
+      float* const weights = operation_.call.recv_weights;
+      const float* const input = operation_.input_weights();
+      const int top_k = operation_.call.top_k;
+      for (int first = 0; weights != nullptr && first < top_k; first += kWarp)
+        if (const Route route = routes.own(first); is_own(route))
+          weights[route.slot] = input != nullptr ? input[route_index(token, top_k, first + lane())] : 0.0f;
     }
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
@@ -308,9 +360,11 @@ private:
     *staged_weight(peer, call_.rank(), token, slot, k) =
         operation_.input_weights()[route_index(token, operation_.call.top_k, k)];
   }
-  // Each lane passes a peer and the token's first slots there; at least one lane has a live one.
-  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live) {
+  // Each lane passes a peer and the token's first slots there, or a slot of this rank. At least one lane has a live slot.
+  __device__ void send_to(int peer, int64_t token, int32_t first_slot, int32_t first_live, int32_t own_slot) {
     SendPlaces to;
+    if constexpr (kMaySendOwnRows)
+      if (own_slot >= 0) to = operation_.own_places(own_slot);
     if (first_live >= 0) {
       to = staged_places(peer, token, staging_.row_of(call_.rank(), token, first_slot));
       if (is_in_place(call_.rank(), peer))

@@ -88,7 +88,8 @@ cudaError_t launch_scatter(const Launcher& launcher, const Operation& operation,
   const auto& call = operation.call;
   const int alignment = operation.clears_pads() ? call.alignment : 1; // of zones that have pads to clear
   const auto [grid, role_counts] = launcher.plan.next_scatter(call.num_tokens, operation.row_bytes, alignment,
-                                                              sender_work_of(call), ReceiverWork::rows, launcher.stream);
+                                                              sender_work_of(call, Scatter<Operation>::kMaySendOwnRows),
+                                                              ReceiverWork::rows, launcher.stream);
   MovementParams movement = make_movement_params(launcher.group, role_counts, call, descriptor);
   if (!call.is_rank_major() && launcher.plan.stages_rows(grid.blocks, row_bytes(call.recv_dtype, call.hidden)))
     movement.descriptor.stages_rows = 1;
