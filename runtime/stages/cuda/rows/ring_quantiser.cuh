@@ -76,11 +76,22 @@ public:
       part.elements_ = static_cast<int>(min(kPartElements, hidden - first));
       if (!is_begun) begin_part(pipeline, row, hidden, first);
       is_begun = false;
+      // Codes leave by so many stages: the wire would have nothing to do while all warps quantise their first rows.
+      constexpr int kStagesToStore = 4;
+      int stored = 0; // stages whose codes have left
 #pragma unroll 1
-      for (int stage = 0; stage * kStageElements < part.elements_; stage += kGroupStages)
+      for (int stage = 0; stage * kStageElements < part.elements_;) {
         is_finite &= part.quantise_group(stage, [&](int loaded) {
           if (!is_filled) pipeline.wait_for_piece(loaded);
         });
+        stage += kGroupStages;
+        const bool is_last = stage * kStageElements >= part.elements_;
+        if (part.dequantises_ || !is_finite || !(is_last || stage - stored >= kStagesToStore)) continue;
+        const int codes = min(stage * kStageElements, part.elements_) * Type::kBits / 8 - stored * kCodesOfStage;
+        pipeline.begin_store_to_destinations(kScalesBytes + stored * kCodesOfStage, codes, lanes,
+                                             own.row + first * Type::kBits / 8 + stored * kCodesOfStage);
+        stored = stage;
+      }
       if (!is_finite) {
         fence_shared_before_bulk_copies(); // the next bulk loads come after the codes that this lane has stored in the ring
         return false;
@@ -89,8 +100,6 @@ public:
         pipeline.begin_store_to_destinations(0, part.bytes(), lanes, own.row + first * static_cast<int64_t>(sizeof(T)));
         continue;
       }
-      pipeline.begin_store_to_destinations(kScalesBytes, part.elements_ * Type::kBits / 8, lanes,
-                                           own.row + first * Type::kBits / 8);
       const int scales = (part.elements_ + kBlock - 1) / kBlock; // and the fill, which lies behind them
       constexpr int kWord = ScaleLayout::kPerWord;
       to.for_each_layout(lanes, [&](const ScaleLayout& layout, unsigned those) {

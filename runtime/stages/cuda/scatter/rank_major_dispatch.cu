@@ -14,9 +14,9 @@
 //                     for each rank on that rank's exchange board
 //                     (row_assignment.cuh)
 //   entry    all      the entry barrier
-//   routes   all      send the routes and weights of the block's tokens to the    nothing; of compact rows the
-//                     ranks that these go to, as LL packets into staging; those   counts of all ranks
-//                     of this rank's own rows go into the outputs
+//   routes   others   send the routes and weights of the block's tokens to the    nothing; of compact rows the
+//            than     ranks that these go to, as LL packets into staging; those   counts of all ranks
+//            send     of this rank's own rows go into the outputs
 //   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
 //                     its place there when the receive rows lie in an             the part of the plan that has
 //                     allocation of the group, else into staging; scales of       the token
@@ -101,13 +101,15 @@ public:
     return signal_warp_of(params_.role_counts, lanes_of_peers(call_.num_ranks()));
   }
 
-  // Tells each rank that keeps a token of the block's range which of its experts the routes go to. All warps of the block call
-  // this, each for several tokens at a time.
+  // Tells each rank that keeps a token of the block's range which of its experts the routes go to. Those warps of the block call
+  // this that do not send, so that rows leave at once; all of them where all send. Each takes several tokens at a time.
   __device__ void send_routes() const {
     const auto tokens = static_cast<uint32_t>(kWarp / RouteLanes(args_.top_k).count());
-    const auto warp = static_cast<uint32_t>(threadIdx.x) / kWarp;
+    const int senders = senders_of_block() < kMovementWarps ? senders_of_block() : 0;
+    const auto warp = static_cast<uint32_t>(static_cast<int>(threadIdx.x) / kWarp - senders);
+    const auto warps = static_cast<uint32_t>(kMovementWarps - senders);
 #pragma unroll 1
-    for (uint32_t first = tokens_.begin + warp * tokens; first < tokens_.end; first += kMovementWarps * tokens)
+    for (uint32_t first = tokens_.begin + warp * tokens; first < tokens_.end; first += warps * tokens)
       send_routes_of(first, min(first + tokens, tokens_.end));
   }
 
@@ -292,7 +294,7 @@ __device__ __forceinline__ void dispatch_rank_major(const RankMajorParams& param
     dispatch.load_counts();
     has_begun = dispatch.wait_for_counts();
   }
-  if (has_begun) dispatch.send_routes();
+  if (has_begun && (is_single || warp.role != WarpRole::send)) dispatch.send_routes();
   TmaRowPipeline pipeline = pipeline_of_warp();
   if (warp.role == WarpRole::send) dispatch.send(pipeline, warp, has_begun);
   if (warp.role == WarpRole::signal) {
