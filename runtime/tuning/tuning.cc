@@ -48,12 +48,14 @@ constexpr Tuning kH200x1{
     .ll_gather_sender_blocks = 50,
     .ll_gather_grid = 65,
     .ll_gather_tiles = 4,
+    .ll_rank_major_gather_eighths = 4,
 };
 
 constexpr Tuning h200x2() {
   Tuning tuning = kH200x1;
   tuning.scatter_sender_blocks = 32;
   tuning.ht_prepare_dispatch_mb = 250;
+  tuning.ll_rank_major_gather_eighths = 3;
   return tuning;
 }
 
@@ -64,6 +66,7 @@ constexpr Tuning h200x4() {
   tuning.stages_odd_rows = 1;
   tuning.batch_grid = 40;
   tuning.ht_prepare_dispatch_mb = kAlways;
+  tuning.ll_rank_major_gather_eighths = 4;
   return tuning;
 }
 
@@ -123,6 +126,7 @@ constexpr std::array kEntries = {
     Entry{"ll_gather_sender_blocks", &Tuning::ll_gather_sender_blocks, 1, 1024},
     Entry{"ll_gather_grid", &Tuning::ll_gather_grid, 1, 1025},
     Entry{"ll_gather_tiles", &Tuning::ll_gather_tiles, 0, 4096},
+    Entry{"ll_rank_major_gather_eighths", &Tuning::ll_rank_major_gather_eighths, 1, 7},
 };
 static_assert(sizeof(Tuning) == kEntries.size() * sizeof(int)); // each entry has a name
 

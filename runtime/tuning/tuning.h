@@ -66,6 +66,7 @@ struct Tuning {
   int ll_gather_sender_blocks;
   int ll_gather_grid;
   int ll_gather_tiles;
+  int ll_rank_major_gather_eighths; // of the blocks, that send at most: rank-major senders sum nothing. Half of them elsewhere
 };
 
 // A kind of GPU is its compute capability.
