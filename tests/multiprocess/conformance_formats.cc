@@ -44,6 +44,7 @@ struct Beside {
   RoutingStyle routing = RoutingStyle::uniform;
   int percent_masked = 0;
   RankMajorRows rank_major = RankMajorRows::exact;
+  int top_k = base_case().layer.top_k;
 };
 
 struct FormatRow {
@@ -81,6 +82,7 @@ LayerCase layer_of(const FormatRow& row) {
   layer.routing = row.beside.routing;
   layer.percent_masked = row.beside.percent_masked;
   layer.rank_major = row.beside.rank_major;
+  layer.top_k = row.beside.top_k;
   return layer;
 }
 
@@ -294,6 +296,18 @@ TEST_CASE("row formats: a group for rows of 8 or 4 bits takes wide tokens, and g
     group.max_dtype = dtype;
     run_formats(group, rows);
   }
+}
+
+TEST_CASE("row formats: longer lists of slots than a warp has lanes") {
+  GroupCase group = group_of_formats(144, 12);
+  constexpr int kRoutes = 64;
+  group.num_experts = group.max_top_k = kRoutes;
+  const FormatRow rows[] = {
+      {mx(kAtSource, EPX_FLOAT8_E4M3, {kTiles, kPacked}), EPX_BFLOAT16, 144, 128, {.sidecar_bytes = 16, .top_k = kRoutes}},
+      {nv(kAtSource, {kRowwise, kColumns}), EPX_FLOAT32, 144, 4, {.rows = RecvRows::fewer, .top_k = kRoutes}},
+      {block128(kGiven, {kColumns, kRowwise}), EPX_BFLOAT16, 144, 1, {.weights = false, .top_k = kRoutes - 1}},
+      {block128(kOnWire, {}), EPX_FLOAT16, 144, 16, {.routing = RoutingStyle::repeated, .top_k = kRoutes}}};
+  run_formats(group, rows);
 }
 
 // On GPUs prepare_dispatch of rows with a format has no low-latency path then.
