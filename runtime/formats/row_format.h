@@ -19,7 +19,7 @@ struct WireFormat {
   float amax_floor = 0.0f;
 
   constexpr bool is_quantised() const { return scaling != EPX_SCALING_NONE; }
-  // Return the elements that have a scale in common, and the base-2 logarithm of their number: GPUs divide 64 bits by a function.
+  // Return how many elements have a scale in common, and the base-2 logarithm of that: GPUs have no instruction for a division.
   constexpr int block() const { return 1 << block_shift(); }
   constexpr int block_shift() const { return scaling == EPX_SCALING_MX ? 5 : scaling == EPX_SCALING_NV ? 4 : 7; }
   constexpr bool has_row_scale() const { return scaling == EPX_SCALING_NV; }

@@ -54,6 +54,8 @@ struct FormatTensors {
   constexpr bool keep_codes() const { return recv_scales != nullptr; }
   // Returns whether the sender has nothing to quantise.
   constexpr bool come_quantised() const { return come_on_wire || scales != nullptr; }
+  // Returns whether a row is quantised in the call, for all ranks alike: the sender's own gets what its peers get.
+  constexpr bool quantise_for_all() const { return !come_quantised() && keep_codes(); }
 };
 
 // The data movements have these arguments in common.

@@ -29,8 +29,8 @@ struct Tuning {
   int mixed_sender_warps; // of a block that also receives
   int stages_odd_rows; // 1: a row that does not consist of lines goes into staging even where it could be written in place
 
-  // Where senders quantise the rows: how many eighths of the blocks send where others receive alone (the second number where they
-  // store those that stay on their rank, too), and the warps of a block that send, there and where all blocks do.
+  // Where senders quantise the rows: how many eighths of the blocks send where others receive alone, and the warps of a block
+  // that send, there and where all blocks do. all_: senders store the rows that stay on their rank, too.
   int quantising_sender_eighths;
   int all_quantising_sender_eighths;
   int quantising_sender_warps;

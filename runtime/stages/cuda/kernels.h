@@ -31,7 +31,7 @@ struct Launcher {
 template <typename Call>
 SenderWork sender_work_of(const Call& call, bool may_send_own) {
   if (!call.format.is_quantised() || call.format_tensors.come_quantised()) return SenderWork::copies;
-  return may_send_own && call.format_tensors.keep_codes() ? SenderWork::quantises_all : SenderWork::quantises;
+  return may_send_own && call.format_tensors.quantise_for_all() ? SenderWork::quantises_all : SenderWork::quantises;
 }
 
 // launch_dispatch and so on, one for each stage.

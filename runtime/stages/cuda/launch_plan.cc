@@ -69,6 +69,8 @@ WarpRoleCounts gather_role_counts(const Tuning& tuning, int blocks, int warps, c
   return {std::clamp(sender_blocks, 1, blocks - 1), warps, 0, false};
 }
 
+constexpr int kHalf = 4; // eighths of the blocks
+
 // Senders of the low-latency path. Since a sender stores tile after tile without a wait, few of them fill the wire; what more
 // of them have stored queues up, and delays the loads of receivers, those of the same SM most of all. Senders of dispatch and
 // dispatch_rank_major also store the rows that stay on their rank, which are the more the fewer ranks there are, and a tile
@@ -77,7 +79,6 @@ WarpRoleCounts gather_role_counts(const Tuning& tuning, int blocks, int warps, c
 //
 // In smaller grids receivers would miss those blocks. Nor are there such blocks where one of their warps would have too few
 // tiles.
-constexpr int kHalf = 4; // eighths
 constexpr LlSenders ll_senders(int blocks, int sender_blocks, int min_grid, int min_tiles, int most_eighths = kHalf) {
   const auto senders = static_cast<uint32_t>(std::min(sender_blocks, blocks * most_eighths / 8));
   return {senders, blocks >= min_grid ? senders * kMovementThreads / 32 * static_cast<uint32_t>(min_tiles)
@@ -90,7 +91,7 @@ LlSenders ll_scatter_senders(const Tuning& tuning, int blocks, const GroupShape&
   const int sender_blocks = std::max(tuning.ll_scatter_copies / max_copies_of_row(shape), 1);
   return ll_senders(blocks, sender_blocks, tuning.ll_scatter_grid, tuning.ll_scatter_tiles);
 }
-LlSenders ll_gather_senders(const Tuning& tuning, int blocks, int most_eighths) {
+LlSenders ll_gather_senders(const Tuning& tuning, int blocks, int most_eighths = kHalf) {
   return ll_senders(blocks, tuning.ll_gather_sender_blocks, tuning.ll_gather_grid, tuning.ll_gather_tiles, most_eighths);
 }
 
@@ -316,7 +317,7 @@ GatherGrid LaunchPlan::next_gather(int64_t tokens, int top_k, int64_t row_bytes,
       return {{next(blocks, kBatchGatherThreads, batch_gather_shared_bytes(), stream), role_counts}, true};
   }
   WarpRoleCounts role_counts = gather_role_counts(tuning_, blocks, kMovementThreads / 32, shape_, top_k);
-  role_counts.ll_senders = ll_gather_senders(tuning_, blocks, kHalf);
+  role_counts.ll_senders = ll_gather_senders(tuning_, blocks);
   return {{next(blocks, kMovementThreads, movement_shared_bytes(), stream), role_counts}, false};
 }
 

@@ -437,7 +437,8 @@ template <typename Weight>
 __device__ __noinline__ void copy_scales(const std::byte* from, int64_t first, int count, const ScaleLayout layout,
                                          std::byte* own, unsigned lanes, Weight weight) {
   const bool has_words = layout.layout != EPX_SCALES_COLUMNS && count % ScaleLayout::kPerWord == 0;
-  const bool is_aligned = (reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(own)) % 4 == 0;
+  const bool has_place = (lanes >> lane() & 1) != 0;
+  const bool is_aligned = !has_place || (reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(own)) % 4 == 0;
   const bool by_words = layout.scale_bytes == 4 || (has_words && __all_sync(~0u, is_aligned ? 1 : 0) != 0);
   const int bytes = by_words ? 4 : 1; // of what is copied at a time
   const int scales = bytes > layout.scale_bytes ? ScaleLayout::kPerWord : 1;

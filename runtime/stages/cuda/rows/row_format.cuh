@@ -11,7 +11,8 @@
 //                    address, or NULL where it lies in place
 //   clear_scales     zeros what the receive tensors have beside the rows that the lanes pass; -1: none
 //   comes_as_sent    whether the call's own rows are as a peer would have sent them, so that they are received, too
-//   sends_own_rows   whether a sender stores the rows that stay on its rank, too, which are then quantised once
+//   sends_own_rows   of formats that quantise: whether senders of Scatter store the rows that stay on their rank, too, so that
+//                    those are quantised once
 //   sends_in_place   whether a sender may store rows into a peer's receive rows. What they have beside them is staged all the same
 // On the low-latency path LlChunks says what the chunks of a row are.
 #pragma once
@@ -52,7 +53,6 @@ public:
 
   __device__ static constexpr bool sends_in_place() { return true; }
   __device__ static constexpr bool comes_as_sent() { return true; }
-  __device__ static constexpr bool sends_own_rows() { return false; }
   template <typename Meanwhile = Nothing>
   __device__ static void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t bytes, int64_t /*token*/,
                                     const RowPlace& to, const Meanwhile& meanwhile = {}) {
@@ -80,8 +80,7 @@ public:
   // Rows that the receiver dequantises are not its receive rows.
   __device__ bool sends_in_place() const { return tensors_.keep_codes(); }
   __device__ bool comes_as_sent() const { return tensors_.come_on_wire; }
-  // A row that is dequantised where it stays is quantised for that alone.
-  __device__ bool sends_own_rows() const { return !tensors_.come_quantised() && tensors_.keep_codes(); }
+  __device__ bool sends_own_rows() const { return tensors_.quantise_for_all(); }
   template <typename Meanwhile = Nothing>
   __device__ void begin_send(TmaRowPipeline& pipeline, const std::byte* from, int64_t /*bytes*/, int64_t token,
                              const RowPlace& to, const Meanwhile& meanwhile = {}) const {

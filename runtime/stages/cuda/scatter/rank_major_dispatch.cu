@@ -14,9 +14,10 @@
 //                     for each rank on that rank's exchange board
 //                     (row_assignment.cuh)
 //   entry    all      the entry barrier
-//   routes   others   send the routes and weights of the block's tokens to the    nothing; of compact rows the
-//            than     ranks that these go to, as LL packets into staging; those   counts of all ranks
-//            send     of this rank's own rows go into the outputs
+//   routes   all but  send the routes and weights of the block's tokens to the    nothing; of compact rows the
+//            send     ranks that these go to, as LL packets into staging; those   counts of all ranks
+//                     of this rank's own rows go into the outputs. With one rank
+//                     all warps send rows, and do this first
 //   send     send     store each row once to each rank that it goes to, into      a free cell of the signal warp;
 //                     its place there when the receive rows lie in an             the part of the plan that has
 //                     allocation of the group, else into staging; scales of       the token
@@ -88,7 +89,7 @@ public:
     assignment.assign(tokens_.begin, tokens_.end, call_.rank(), [&](uint32_t token, int k, const Route& route) {
       plan_.routes[route_index(token, args_.top_k, k)] = route;
     });
-    if (!has_last_token()) return true;
+    if (!is_last_sending_block()) return true;
     if (threadIdx.x == 0) report_bad_indices(call_.context(), args_, shared.bad);
     publish_counts(assignment, shared);
     return true;
@@ -104,6 +105,7 @@ public:
   // Tells each rank that keeps a token of the block's range which of its experts the routes go to. Those warps of the block call
   // this that do not send, so that rows leave at once; all of them where all send. Each takes several tokens at a time.
   __device__ void send_routes() const {
+    if (tokens_.begin == tokens_.end) return;
     const auto tokens = static_cast<uint32_t>(kWarp / RouteLanes(args_.top_k).count());
     const int senders = senders_of_block() < kMovementWarps ? senders_of_block() : 0;
     const auto warp = static_cast<uint32_t>(static_cast<int>(threadIdx.x) / kWarp - senders);
@@ -140,10 +142,10 @@ private:
   __device__ int num_sending_blocks() const {
     return call_.num_ranks() == 1 ? static_cast<int>(gridDim.x) : params_.role_counts.sender_blocks;
   }
-  __device__ bool has_last_token() const {
+  __device__ bool is_last_sending_block() const {
     return static_cast<int>(blockIdx.x) == num_sending_blocks() - 1;
   }
-  // The first blocks have a token more than the others. GPUs divide 64 bits by a function, so 32 bits are divided here.
+  // The first blocks have a token more than the others. A GPU takes long to divide 64 bits, so 32 are divided here.
   __device__ Range part_of(uint32_t tokens) const {
     const auto blocks = static_cast<uint32_t>(num_sending_blocks());
     if (blockIdx.x >= blocks) return {tokens, tokens};

@@ -9,7 +9,8 @@
 //            rows lie in an allocation of the group, else, and where
 //            this rank stages its rows, into staging. Scales of
 //            rows (row_format.cuh) always go into staging. dispatch
-//            stores a row that it quantises into its slots here, too
+//            after prepare stores a row that it quantises, and that
+//            arrives so, into its slots here, too
 //   signal   store ready flags for the send warps of their CTA          the entry barrier; the CTA's pending flags
 //            (signal_warp.cuh)
 //            In a small grid send and signal warps receive when

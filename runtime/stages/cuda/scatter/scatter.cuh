@@ -141,7 +141,8 @@ __device__ inline bool is_ll_peer(const DeviceGroup& group, const CallSession& c
 template <typename Operation>
 class Scatter {
 public:
-  // Whether senders may store the rows that stay here: they know the slots, and a row here is what a peer would get.
+  // Whether senders may store the rows that stay here. Those of prepare_dispatch may leave before their slots are known, and
+  // combine_bwd reads a row as it travelled.
   static constexpr bool kMaySendOwnRows =
       !Operation::Format::kIsReceiveFormat && !Operation::kMixesPaths && !Operation::kStagesOwnRows;
 
@@ -296,11 +297,14 @@ private:
     if (!movement_.sends_rows(call_.rank())) return;
     const int top_k = operation_.call.top_k;
     const WarpRoutes routes = movement_.routes_of(token);
-    if (operation_.input_weights() != nullptr) send_weights(token, routes);
     const bool sends_own = sends_own_rows();
-    if (sends_own) store_own_weights(token, routes);
-    uint64_t own = sends_own ? routes.mask_of([&](const Route& route) { return is_own(route); }) : 0; // by k: slots here
-    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) { // each lane has one peer
+    if (operation_.input_weights() != nullptr) {
+      send_weights(token, routes);
+      if (sends_own) store_own_weights(token, routes);
+    }
+    uint64_t own_left =
+        sends_own ? routes.mask_of([&](const Route& route) { return is_own(route); }) : 0; // by k: slots here
+    for (int first = 0; first < call_.num_ranks() - 1; first += kWarp) {                   // each lane has one peer
       const int peer = first + lane() < call_.num_ranks() - 1 ? movement_.peer_in_order(token, first + lane()) : -1;
       int32_t first_slot = -1; // the token's first slot on that peer, live or not: it selects the staging row
       int32_t first_live = -1;
@@ -319,21 +323,21 @@ private:
           if (lane() == i && live != 0) first_live = live_slot;
         }
       }
-      const int32_t own_slot = next_slots(routes, own, min(call_.num_ranks() - 1 - first, kWarp));
+      const int32_t own_slot = next_slots(routes, own_left, min(call_.num_ranks() - 1 - first, kWarp));
       if (__any_sync(~0u, max(first_live, own_slot) >= 0 ? 1 : 0) != 0)
         send_to(peer, token, first_slot, first_live, own_slot);
     }
-    while (own != 0)
-      send_to(-1, token, -1, -1, next_slots(routes, own, 0));
+    while (own_left != 0)
+      send_to(-1, token, -1, -1, next_slots(routes, own_left, 0));
   }
-  // Gives the lanes from `first` on the slots of the routes that `left` has, one each, and takes those routes out of it. Returns
-  // the lane's; -1: none.
-  __device__ static int32_t next_slots(const WarpRoutes& routes, uint64_t& left, int first) {
+  // Gives the lanes from `next_lane` on the slots of the routes that `left` has, one each, and takes those routes out of it.
+  // Returns the lane's; -1: none.
+  __device__ static int32_t next_slots(const WarpRoutes& routes, uint64_t& left, int next_lane) {
     int32_t own = -1;
 #pragma unroll 1
-    for (; left != 0 && first < kWarp; left &= left - 1, ++first) {
+    for (; left != 0 && next_lane < kWarp; left &= left - 1, ++next_lane) {
       const int32_t slot = routes.slot(lowest_bit(left));
-      if (lane() == first) own = slot;
+      if (lane() == next_lane) own = slot;
     }
     return own;
   }
@@ -342,12 +346,10 @@ private:
   }
   __device__ void store_own_weights(int64_t token, const WarpRoutes& routes) const {
     if constexpr (kMaySendOwnRows) {
-      float* const weights = operation_.call.recv_weights;
-      const float* const input = operation_.input_weights();
       const int top_k = operation_.call.top_k;
-      for (int first = 0; weights != nullptr && first < top_k; first += kWarp)
+      for (int first = 0; first < top_k; first += kWarp)
         if (const Route route = routes.own(first); is_own(route))
-          weights[route.slot] = input != nullptr ? input[route_index(token, top_k, first + lane())] : 0.0f;
+          operation_.call.recv_weights[route.slot] = operation_.input_weights()[route_index(token, top_k, first + lane())];
     }
   }
   __device__ void send_weights(int64_t token, const WarpRoutes& routes) const {
