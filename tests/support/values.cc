@@ -95,6 +95,10 @@ reference::Matrix random_blocks(epx_dtype dtype, int64_t rows, int64_t cols, Rng
     std::byte* const to = matrix.bytes.data() + row * cols * format.bytes;
     if (rng.chance(50)) {
       fill(to, format, cols, false, rng);
+      if (rng.chance(50)) { // what went before it may have been quantised already
+        const uint32_t infinity = assemble(format, 0, (1u << format.exponent_bits) - 1, 0);
+        set_bits(to + (cols - 1 - rng.below(std::min(kBlock, cols))) * format.bytes, format, infinity);
+      }
       continue;
     }
     for (int64_t begin = 0; begin < cols; begin += kBlock)

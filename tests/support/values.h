@@ -19,7 +19,8 @@ inline constexpr std::byte kScribble{0xA5}; // as an element of any dtype it is 
 reference::Matrix random_rows(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng);
 
 // Returns rows of FLOAT32, FLOAT16 or BFLOAT16 whose blocks are hard on a quantiser. Every other row has blocks of zeros, of
-// subnormals, of one magnitude, of small and of large numbers, and of those that random_rows has in every fourth row.
+// subnormals, of one magnitude, of small and of large numbers, and of those that random_rows has in every fourth row. Of the
+// others every other one has an infinity near its end.
 reference::Matrix random_blocks(epx_dtype dtype, int64_t rows, int64_t cols, Rng& rng);
 std::vector<float> random_weights(int64_t count, Rng& rng);
 reference::Sidecar random_sidecar(int64_t rows, int64_t row_bytes, Rng& rng);
