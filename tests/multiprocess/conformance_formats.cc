@@ -252,6 +252,10 @@ TEST_CASE("row formats: long rows") {
                             {mx(kAtSource, EPX_FLOAT8_E4M3, {kPacked, kTiles}), EPX_BFLOAT16, 7168, 128},
                             {nv(kAtSource, {kTiles, kColumns}), EPX_BFLOAT16, 7168, 128},
                             {nv(kOnWire, {}), EPX_BFLOAT16, 7168, 1},
+                            // Some of these are not finite near their end.
+                            {block128(kAtSource, {kRowwise, kRowwise}), EPX_FLOAT16, 7168, 1, {.tokens = TokenCount::full}},
+                            {mx(kAtSource, EPX_FLOAT8_E5M2, {}), EPX_BFLOAT16, 6144, 1, {.tokens = TokenCount::full}},
+                            {mx(kAtSource, EPX_FLOAT8_E4M3, {}), EPX_FLOAT16, 5120, 1, {.tokens = TokenCount::full}},
                             // These have two LL chunks, and E2M1 codes that are no multiple of 16 bytes.
                             {nv(kAtSource, {kRowwise, kColumns}), EPX_BFLOAT16, 2690, 1},
                             {nv(kGiven, {kColumns, kRowwise}), EPX_FLOAT32, 2706, 4},
