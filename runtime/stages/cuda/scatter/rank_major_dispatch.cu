@@ -122,15 +122,16 @@ public:
   __device__ void send(TmaRowPipeline& pipeline, const WorkPartition& partition, bool has_begun) const {
     Sender sender(pipeline, params_.role_counts, lanes_of_peers(call_.num_ranks()), format());
     const bool shares = shares_tokens();
-    const int64_t end = shares ? args_.num_tokens : tokens_.end;
-    int64_t token = shares ? partition.index : tokens_.begin + threadIdx.x / kWarp;
+    const uint32_t end = shares ? static_cast<uint32_t>(args_.num_tokens) : tokens_.end;
+    uint32_t token = shares ? static_cast<uint32_t>(partition.index) : tokens_.begin + threadIdx.x / kWarp;
 #pragma unroll 1
     while (token < end && has_begun) {
       if (shares && !wait_for_row(token)) break; // the group has failed; the signal warp still waits for this sender
       const PerRoute<Route> routes = routes_of(token);
-      const int64_t next = shares ? partition.count + call_.take_tile(group_.state->send_tiles_taken, args_.num_tokens)
-                                  : token + senders_of_block(); // while the routes are in flight
-      send_row_of(sender, static_cast<uint32_t>(token), routes);
+      const uint32_t next = shares ? static_cast<uint32_t>(partition.count) +
+                                         static_cast<uint32_t>(call_.take_tile(group_.state->send_tiles_taken, end))
+                                   : token + static_cast<uint32_t>(senders_of_block()); // while the routes are in flight
+      send_row_of(sender, token, routes);
       token = next;
     }
     sender.close();
@@ -164,8 +165,8 @@ private:
     return call_.num_ranks() == 1 ? kMovementWarps : params_.role_counts.sender_warps;
   }
   // Waits until the block whose part the token belongs to has assigned its rows. Returns false when the group has failed.
-  __device__ bool wait_for_row(int64_t token) const {
-    const int block = block_of(static_cast<uint32_t>(token));
+  __device__ bool wait_for_row(uint32_t token) const {
+    const int block = block_of(token);
     return wait_for_plan_parts(group_, call_, block, block + 1);
   }
 
