@@ -182,6 +182,18 @@ __device__ inline uint32_t encode_four(const float* x, float multiplier, [[maybe
   return encode_four_by_one<Type>(float4{x[0] * multiplier, x[1] * multiplier, x[2] * multiplier, x[3] * multiplier});
 }
 
+// Returns formats::encode_saturating() of a number that is not negative, with a fused addition: the power that Rounding::sum()
+// adds is the product of the number's exponent and a constant.
+template <typename Type>
+__device__ inline uint32_t encode_magnitude(float magnitude) {
+  using Rounding = formats::Rounding<Type>;
+  constexpr float kPower = formats::float_of(((127u + Rounding::kShift) << 23) + 0x10000 - Rounding::kOffset);
+  const float number = fminf(magnitude, Type::kLargest);
+  const uint32_t exponent = max(formats::bits_of(number) & formats::kInfinityBits, Rounding::kLeastNormal);
+  const float sum = __fmaf_rn(formats::float_of(exponent), kPower, number);
+  return Rounding::code(formats::bits_of(sum)) & 0xffff;
+}
+
 // The numbers of the two codes in the low half of a word.
 template <typename Type>
 __device__ inline float2 decode_two(uint32_t codes) {
@@ -294,13 +306,10 @@ __device__ inline void store_scale_fill(const ScaleLayout& layout, unsigned lane
         to[layout.place_offset(place)] = std::byte{0};
 }
 
-// Returns e of a row of NV: the caller's, or the row's own; 1 in other formats. All lanes call this.
+// Returns e of a row of NV. All lanes call this.
 template <typename T, bool kIsVector>
-__device__ __noinline__ float encode_scale_of(const WireFormat format, const T* row, int64_t hidden,
-                                              const float* encode_scale) {
+__device__ __noinline__ float own_encode_scale_of(const T* row, int64_t hidden) {
   constexpr int kTiles = kIsVector ? 4 : 1; // whose loads are in flight at a time
-  if (!format.has_row_scale()) return 1.0f;
-  if (encode_scale != nullptr) return *encode_scale;
   uint32_t amax = 0;
 #pragma unroll 1
   for (int64_t first = 0; first < hidden; first += kTiles * kQuantisedTile) {
@@ -319,9 +328,15 @@ __device__ __noinline__ float encode_scale_of(const WireFormat format, const T* 
   }
   return formats::nv_encode_scale(formats::float_of(__reduce_max_sync(~0u, amax)));
 }
+// Returns e of a row of NV: the caller's, or the row's own; 1 in other formats. All lanes call this.
+template <typename T, bool kIsVector>
+__device__ inline float encode_scale_of(const WireFormat& format, const T* row, int64_t hidden, const float* encode_scale) {
+  if (!format.has_row_scale()) return 1.0f;
+  return encode_scale != nullptr ? *encode_scale : own_encode_scale_of<T, kIsVector>(row, hidden);
+}
 
 // Quantises a row, or a part of one, to the places of the lanes that `lanes` has, which have no scales where the row is
-// dequantised again. e: encode_scale_of() the row. All lanes call this.
+// dequantised again. Its elements may be anything. e: encode_scale_of() the row. All lanes call this.
 template <typename T, bool kIsVector>
 __device__ __noinline__ void quantise_row(const WireFormat format, const T* row, int64_t hidden, float e,
                                           const ScaleLayout layout, const QuantisedPlace own, unsigned lanes) {
@@ -330,12 +345,17 @@ __device__ __noinline__ void quantise_row(const WireFormat format, const T* row,
   const float row_scale = formats::nv_row_scale(e);
   const int block_shift = format.block_shift();
   LaneWords<T> next;
-  next.template load<kIsVector>(row, lane() * kLaneElements, hidden);
+  if constexpr (kIsVector) next.template load<true>(row, lane() * kLaneElements, hidden);
 #pragma unroll 1
   for (int64_t tile = 0; tile < hidden; tile += kQuantisedTile) {
     const int64_t h = tile + lane() * kLaneElements;
-    LaneWords<T> words = next;
-    next.template load<kIsVector>(row, h + kQuantisedTile, hidden); // is in flight meanwhile
+    LaneWords<T> words;
+    if constexpr (kIsVector) {
+      words = next;
+      next.template load<true>(row, h + kQuantisedTile, hidden); // is in flight meanwhile
+    } else {
+      words.template load<false>(row, h, hidden);
+    }
     float x[kLaneElements];
     words.unpack(x);
     uint32_t stored = 0;

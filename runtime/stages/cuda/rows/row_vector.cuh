@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lane's 16 bytes of a row in the ring of a TmaRowPipeline, and its largest magnitude, for ring_quantiser.cuh.
+// A lane's 16 bytes of a row, and their largest magnitude, for quantised_stage.cuh.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,28 @@
 
 #include "runtime/formats/elements.h"
 #include "runtime/stages/cuda/rows/fragments.cuh"
-#include "runtime/stages/cuda/rows/tma_row_pipeline.cuh"
 
 namespace epx::cuda {
 
+// Returns a word of which byte i is one of the eight bytes of a and b, counted from the low end of a: nibble i of the selector says
+// which.
+__device__ inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+  return __byte_perm(a, b, selector);
+#else
+  const uint64_t bytes = uint64_t{b} << 32 | a;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i)
+    word |= static_cast<uint32_t>(bytes >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return word;
+#endif
+}
+
 // A lane's vector of elements.
 template <typename T>
-struct RingVector {
+struct RowVector {
   static constexpr int kBytes = 16;
   static constexpr int kElements = kBytes / static_cast<int>(sizeof(T));
-  static constexpr int kOfStage = TmaRowPipeline::kStageBytes / (kBytes * kWarp); // vectors that a lane has of a stage
   static constexpr bool kHasHalves = sizeof(T) == 2;
   static constexpr uint32_t kInfinity = std::is_same_v<T, float>    ? formats::kInfinityBits
                                         : std::is_same_v<T, __half> ? 0x7c00
@@ -40,6 +52,24 @@ struct RingVector {
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i)
       words[i] = pack_word<T>(x + i * kElementsPerWord<T>);
+  }
+
+  // Returns the sign of element i as bit 4 * i + 3.
+  __device__ uint32_t nibble_signs() const {
+    constexpr uint32_t kSigns = 0x88888888u;
+    if constexpr (kHasHalves) {
+      // In the bytes of the upper halves of elements, bit 7 is the sign.
+      const uint32_t low = bytes_of(words[0], words[1], 0x7351), high = bytes_of(words[2], words[3], 0x7351);
+      const uint32_t even = bytes_of(low, high, 0x5410),
+                     odd = bytes_of(low, high, 0x7632); // elements 0, 2, 4, 6; 1, 3, 5, 7
+      return ((even >> 4 & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & kSigns;
+    } else {
+      uint32_t signs = 0;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i)
+        signs |= words[i] >> 31 << (4 * i + 3);
+      return signs;
+    }
   }
 
   // A magnitude is the bits of an element without its sign: numbers that ascend like the bits do.
