@@ -146,7 +146,8 @@ static_assert(std::ranges::all_of(
     [](const WireFormat& format) {
       const int elements = ll_part_elements(format);
       return WireRow(format, elements).bytes <= kLlChunkBytes && elements % format.block() == 0 &&
-             (format.scales == EPX_FLOAT32 || elements / format.block() % ScaleLayout::kPerWord == 0);
+             (format.scales == EPX_FLOAT32 || elements / format.block() % ScaleLayout::kPerWord == 0) &&
+             format.scale_bytes(elements) <= 32 * kRowAlignment; // a vector of scales for each lane of a warp
     }));
 // Returns how many chunks a row of a group takes at most. `dtype` is its max_token_dtype, of which a row has `bytes` bytes.
 constexpr int64_t max_ll_chunks(epx_dtype dtype, int64_t hidden, int64_t bytes) {

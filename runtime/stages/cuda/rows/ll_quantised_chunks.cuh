@@ -2,12 +2,13 @@
 // The chunks of quantised rows on the low-latency (LL) path: each is the wire row of a part of the elements, with its scales
 // (ll_part_elements), so that whoever has a chunk can store it, or dequantise it, without the others.
 //
-// In registers a chunk is as it travels. What is quantised or dequantised passes through shared memory. A call of few tokens takes as long as its
-// instructions, which come from a cold cache: so sizes are 32-bit numbers and shifts, since a division by a number that is known at
-// run time alone is a hundred instructions.
+// In registers a chunk is as it travels. What is quantised or dequantised passes through shared memory. A call of few tokens takes
+// as long as its instructions, which come from a cold cache: so sizes are 32-bit numbers and shifts, since a division by a number
+// that is known at run time alone is a hundred instructions.
 #pragma once
 
 #include <bit>
+#include <cstring>
 
 #include "runtime/stages/cuda/rows/ll_chunks.cuh"
 #include "runtime/stages/cuda/rows/quantised_row.cuh"
@@ -17,16 +18,16 @@ namespace epx::cuda {
 
 // Quantises elements, whose codes are vectors, to aligned addresses. Returns false where one is not finite: then these have
 // anything. It is not inlined, so that its instructions lie together. All lanes call this.
-template <typename Stage, typename T>
-__device__ __noinline__ bool quantise_by_stages(const WireFormat format, const T* from, int elements, float encode_scale,
-                                                std::byte* codes, std::byte* scales) {
+template <typename Stage>
+__device__ __noinline__ bool quantise_by_stages(const WireFormat format, const std::byte* from, int elements,
+                                                float encode_scale, std::byte* codes, std::byte* scales) {
   using Vector = typename Stage::Vector;
   const auto load = [&](int stage, Vector(&vectors)[Stage::kVectors]) {
 #pragma unroll
     for (int i = 0; i < Stage::kVectors; ++i) {
-      const int element = Stage::vector_of(stage, i) * Vector::kElements;
+      const int vector = Stage::vector_of(stage, i);
       vectors[i] = {};
-      if (element < elements) vectors[i].load(reinterpret_cast<const std::byte*>(from + element));
+      if (vector * Vector::kElements < elements) vectors[i].load(from + vector * Vector::kBytes);
     }
   };
   const int scale_bytes = static_cast<int>(single_element_bytes(format.scales));
@@ -46,7 +47,7 @@ __device__ __noinline__ bool quantise_by_stages(const WireFormat format, const T
 #pragma unroll
     for (int i = 0; i < Stage::kBlocksOfLane; ++i)
       if (const int block = Stage::block_of(stage, i); Stage::is_first_of_block() && block * Stage::kBlock < elements)
-        store_scale(scales + block * scale_bytes, scale_bytes, quantised.stored[i]);
+        store_scale(scales + block * scale_bytes, scale_bytes, quantised.scales.stored[i]);
   }
   return Stage::all_finite(largest);
 }
@@ -145,16 +146,15 @@ private:
     store_scales(row, part, chunk, lanes);
     if (tensors_.recv_row_scales == nullptr || part.first != 0) return;
     const int vector = part.row_scale / kVectorBytes;
-    const auto row_scale = std::bit_cast<float>(from_lane(vector_of(chunk, vector / kWarp).words[0], vector % kWarp));
+    const auto row_scale = std::bit_cast<float>(from_lane(words_of(chunk, vector / kWarp).words[0], vector % kWarp));
     if (row >= 0) tensors_.recv_row_scales[row] = row_scale;
   }
 
-  // ---- A lane's vectors of a chunk ----
-
+  // A lane's vector of a chunk.
   struct Words {
     uint32_t words[4];
   };
-  __device__ static Words vector_of(const LlChunk& chunk, int index) {
+  __device__ static Words words_of(const LlChunk& chunk, int index) {
     Words vector{};
 #pragma unroll
     for (int i = 0; i < LlChunk::kVectors; ++i)
@@ -183,7 +183,7 @@ private:
 
   // Returns a word of the part's scales, in each lane the one that it passes.
   __device__ static uint32_t scale_word_of(const LlChunk& chunk, const Part& part, int index) {
-    const Words own = vector_of(chunk, scale_vector_of(part).index);
+    const Words own = words_of(chunk, scale_vector_of(part).index);
     const int keeper = (part.scales / kVectorBytes + index / 4) & (kWarp - 1);
     uint32_t word = 0;
 #pragma unroll
@@ -191,8 +191,8 @@ private:
       if (const uint32_t kept = from_lane(own.words[i], keeper); index % 4 == i) word = kept;
     return word;
   }
-  // Stores the scales of a part, and behind the last part the fill, which is 0. Each lane stores a word to all places, or four
-  // scales where they are bytes that lie elsewhere.
+  // Stores the scales of a part, and behind the last part the fill, which is 0. Each lane stores a word to all places; one byte after
+  // the other where words are not whole, not aligned, or in columns.
   __device__ void store_scales(int64_t row, const Part& part, const LlChunk& chunk, unsigned lanes) const {
     const ScaleLayout& layout = tensors_.recv_layout;
     const int shift = scale_bytes() == kWordBytes ? 2 : 0, total = part.scale_count * scale_bytes();
@@ -204,11 +204,10 @@ private:
       uint32_t word = scale_word_of(chunk, part, byte / kWordBytes);
       if (bytes < kWordBytes) word &= bytes > 0 ? (1u << (8 * bytes)) - 1 : 0;
       const int64_t offset = layout.place_offset(scales_before(part) + (byte >> shift));
-      const bool is_whole = bytes <= 0 || bytes == kWordBytes || layout.has_fill();
-      const bool is_aligned = bytes <= 0 || offset % kWordBytes == 0;
-      const bool is_place_aligned = reinterpret_cast<uint64_t>(place) % kWordBytes == 0;
-      const bool by_words = (shift == 2 || layout.layout != EPX_SCALES_COLUMNS) &&
-                            __all_sync(~0u, is_whole && is_aligned && is_place_aligned ? 1 : 0) != 0;
+      const bool is_word = bytes <= 0 || bytes == kWordBytes || layout.has_fill();
+      const bool is_aligned = reinterpret_cast<uint64_t>(place) % kWordBytes == 0; // which an offset of bytes in a row is
+      const bool by_words =
+          shift != 0 || (layout.layout != EPX_SCALES_COLUMNS && __all_sync(~0u, is_word && is_aligned ? 1 : 0) != 0);
 #pragma unroll 1
       for (unsigned left = lanes; left != 0; left &= left - 1) {
         std::byte* const to = from_lane(place, lowest_bit(left)) + offset;
@@ -217,7 +216,7 @@ private:
         } else {
           const int64_t step = layout.place_offset(1);
 #pragma unroll 1
-          for (int i = 0; i < (layout.has_fill() && bytes > 0 ? kWordBytes : bytes); ++i)
+          for (int i = 0; i < (layout.has_fill() && bytes > 0 ? ScaleLayout::kPerWord : bytes); ++i)
             to[i * step] = static_cast<std::byte>(word >> (8 * i));
         }
       }
@@ -262,7 +261,8 @@ private:
     bool is_done = false;
     if constexpr (!kUnaligned)
       with_quantised_stage<T>(format_, [&](auto of) {
-        is_done = quantise_by_stages<typename decltype(of)::type>(format_, elements, part.elements, e, scratch_, scales);
+        is_done = quantise_by_stages<typename decltype(of)::type>(format_, reinterpret_cast<const std::byte*>(elements),
+                                                                  part.elements, e, scratch_, scales);
       });
     float* const row_scale = format_.has_row_scale() ? row_scale_of(part) : nullptr;
     if (is_done) {

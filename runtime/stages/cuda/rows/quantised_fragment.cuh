@@ -35,6 +35,26 @@ struct QuantisedFragments {
   }
 };
 
+// Lanes pass kOwners values, one of a block each; lane l gets the largest of its value l % kOwners in its block. lanes_of_block:
+// kOwners or more.
+template <int kOwners>
+__device__ inline uint32_t max_of_block(uint32_t (&values)[kOwners], int lanes_of_block) {
+#pragma unroll
+  for (int distance = 1; distance < kOwners; distance *= 2) {
+    const bool is_odd = (lane() & distance) != 0;
+#pragma unroll
+    for (int i = 0; i < kOwners / 2 / distance; ++i) {
+      const uint32_t kept = is_odd ? values[2 * i + 1] : values[2 * i];
+      const uint32_t given = is_odd ? values[2 * i] : values[2 * i + 1];
+      values[i] = max(kept, __shfl_xor_sync(~0u, given, distance));
+    }
+  }
+  uint32_t most = values[0];
+  for (int distance = kOwners; distance < lanes_of_block; distance *= 2)
+    most = max(most, __shfl_xor_sync(~0u, most, distance));
+  return most;
+}
+
 // Returns the largest magnitude_of(x) of the block of the fragment that the lane owns.
 template <int kFragments, typename MagnitudeOf>
 __device__ inline uint32_t amax_of_block(const float (&x)[kFragments][kFragment], int lanes_of_block,

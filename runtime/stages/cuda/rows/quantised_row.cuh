@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp quantises, dequantises and copies rows of 8 or 4 bits, as epx.h defines them (runtime/formats/). A lane has 16
 // neighbouring elements of each tile of 512, so that a block's elements are in one lane or in neighbouring ones, and the amax of a
-// block takes a few shuffles. These rows go from registers to memory; ring_quantiser.cuh quantises rows that are aligned and
+// block takes a few shuffles. These rows go from registers to memory; quantised_stage.cuh quantises rows that are aligned and
 // finite. Of rows that are copied, only the scales are copied here.
 #pragma once
 
@@ -182,18 +182,6 @@ __device__ inline uint32_t encode_four(const float* x, float multiplier, [[maybe
   return encode_four_by_one<Type>(float4{x[0] * multiplier, x[1] * multiplier, x[2] * multiplier, x[3] * multiplier});
 }
 
-// Returns formats::encode_saturating() of a number that is not negative, with a fused addition: the power that Rounding::sum()
-// adds is the product of the number's exponent and a constant.
-template <typename Type>
-__device__ inline uint32_t encode_magnitude(float magnitude) {
-  using Rounding = formats::Rounding<Type>;
-  constexpr float kPower = formats::float_of(((127u + Rounding::kShift) << 23) + 0x10000 - Rounding::kOffset);
-  const float number = fminf(magnitude, Type::kLargest);
-  const uint32_t exponent = max(formats::bits_of(number) & formats::kInfinityBits, Rounding::kLeastNormal);
-  const float sum = __fmaf_rn(formats::float_of(exponent), kPower, number);
-  return Rounding::code(formats::bits_of(sum)) & 0xffff;
-}
-
 // The numbers of the two codes in the low half of a word.
 template <typename Type>
 __device__ inline float2 decode_two(uint32_t codes) {
@@ -208,26 +196,6 @@ __device__ inline float2 decode_two(uint32_t codes) {
 __device__ inline uint32_t magnitude_if_finite(float x) {
   const uint32_t magnitude = formats::bits_of(x) & formats::kMagnitudeBits;
   return magnitude < formats::kInfinityBits ? magnitude : 0;
-}
-
-// Lanes pass kOwners values, one of a block each; lane l gets the largest of its value l % kOwners in its block. lanes_of_block:
-// kOwners or more.
-template <int kOwners>
-__device__ inline uint32_t max_of_block(uint32_t (&values)[kOwners], int lanes_of_block) {
-#pragma unroll
-  for (int distance = 1; distance < kOwners; distance *= 2) {
-    const bool is_odd = (lane() & distance) != 0;
-#pragma unroll
-    for (int i = 0; i < kOwners / 2 / distance; ++i) {
-      const uint32_t kept = is_odd ? values[2 * i + 1] : values[2 * i];
-      const uint32_t given = is_odd ? values[2 * i] : values[2 * i + 1];
-      values[i] = max(kept, __shfl_xor_sync(~0u, given, distance));
-    }
-  }
-  uint32_t most = values[0];
-  for (int distance = kOwners; distance < lanes_of_block; distance *= 2)
-    most = max(most, __shfl_xor_sync(~0u, most, distance));
-  return most;
 }
 
 // Returns the codes of a lane's elements of a tile, and the stored scale of their block. All lanes call this.

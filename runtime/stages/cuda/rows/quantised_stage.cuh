@@ -3,6 +3,7 @@
 // lane, or in few neighbouring ones, which find its amax together; each of them computes the scale.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -11,6 +12,18 @@
 #include "runtime/stages/cuda/rows/row_vector.cuh"
 
 namespace epx::cuda {
+
+// Returns formats::encode_saturating() of a number that is not negative, with a fused addition: the power that Rounding::sum()
+// adds is the product of the number's exponent and a constant.
+template <typename Type>
+__device__ inline uint32_t encode_magnitude(float magnitude) {
+  using Rounding = formats::Rounding<Type>;
+  constexpr float kPower = formats::float_of(((127u + Rounding::kShift) << 23) + 0x10000 - Rounding::kOffset);
+  const float number = fminf(magnitude, Type::kLargest);
+  const uint32_t exponent = max(formats::bits_of(number) & formats::kInfinityBits, Rounding::kLeastNormal);
+  const float sum = __fmaf_rn(formats::float_of(exponent), kPower, number);
+  return Rounding::code(formats::bits_of(sum)) & 0xffff;
+}
 
 // Elements T, in blocks of kBlockElements, and their codes of `Type`.
 template <typename T, typename Type, int kBlockElements>
@@ -38,10 +51,14 @@ struct QuantisedStage {
   struct Codes {
     uint32_t words[2];
   };
-  // What a lane has of a stage: the codes of its vectors, and the stored scales of its blocks.
+  // The stored scales of a lane's blocks of a stage.
+  struct Scales {
+    uint32_t stored[kBlocksOfLane];
+  };
+  // What a lane has of a stage.
   struct Quantised {
     Codes codes[kVectors];
-    uint32_t stored[kBlocksOfLane];
+    Scales scales;
   };
 
   // ---- What a lane has: its i-th vector and its i-th block of a stage, counted from stage 0 ----
@@ -59,8 +76,8 @@ struct QuantisedStage {
   // Returns whether the lane is the first of those that have its blocks.
   __device__ static bool is_first_of_block() { return lane() % kLanesOfBlock == 0; }
 
-  // Returns the largest magnitude, or two, as amax_of_words() does, of the lane's i-th block of a stage.
-  __device__ static uint32_t amax_of_vectors(const Vector (&vectors)[kVectors], int i) {
+  // Returns the largest magnitude, or two, as amax_of_words() does, of what the lane has of its i-th block of a stage.
+  __device__ static uint32_t amax_in_block(const Vector (&vectors)[kVectors], int i) {
     uint32_t amax = 0;
 #pragma unroll
     for (int vector = 0; vector < kVectorsOfBlock; ++vector)
@@ -80,7 +97,7 @@ struct QuantisedStage {
     float multipliers[kBlocksOfLane];
 #pragma unroll
     for (int i = 0; i < kBlocksOfLane; ++i) {
-      uint32_t amax = amax_of_vectors(vectors, i);
+      uint32_t amax = amax_in_block(vectors, i);
       largest = Vector::max_of(largest, amax);
       amax = Vector::largest_of(amax);
 #pragma unroll
@@ -88,7 +105,7 @@ struct QuantisedStage {
         amax = max(amax, __shfl_xor_sync(~0u, amax, distance));
       const formats::BlockScale<float> scale = scale_of(format, encode_scale, Vector::value_of(amax));
       multipliers[i] = scale.multiplier;
-      quantised.stored[i] = scale.stored;
+      quantised.scales.stored[i] = scale.stored;
     }
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
@@ -98,8 +115,8 @@ struct QuantisedStage {
   // Returns what the codes of the lane's i-th vector stand for. row_scale is that of a row of NV.
   __device__ static Vector decode(const WireFormat& format, float row_scale, const Quantised& quantised, int i) {
     float x[Vector::kElements];
-    decode_codes(quantised.codes[i], formats::scale_value(format.scales, quantised.stored[i / kVectorsOfBlock], row_scale),
-                 x);
+    decode_codes(quantised.codes[i],
+                 formats::scale_value(format.scales, quantised.scales.stored[i / kVectorsOfBlock], row_scale), x);
     Vector vector;
     vector.pack(x);
     return vector;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A warp quantises and dequantises a row that lies in the ring of its TmaRowPipeline, and bulk copies take it to its places. So a
-// row is in flight without registers, each of its blocks has its scale computed once, and a place costs the warp a few
+// row is in flight without registers, its scales are computed once for all places, and a place costs the warp a few
 // instructions. Rows are aligned to vectors here; quantised_row.cuh has the form for others.
 //
 // A part of the row, at most kStages stages of elements, is in the ring at a time. It is quantised in place: codes take at most
@@ -39,7 +39,7 @@ public:
     begin_part(pipeline, row, hidden, 0);
   }
   // Quantises the row, behind begin(), to the places of `lanes`. Returns false where an element is not finite: then the places
-  // have anything, and nothing waits for a piece. The caller passes encode_scale for NV alone.
+  // have anything, and nothing waits for a piece. given_encode_scale: of NV; NULL: the row's own.
   __device__ static bool quantise(TmaRowPipeline& pipeline, const WireFormat& format, const std::byte* row, int64_t hidden,
                                   const float* given_encode_scale, const QuantisedPlaces& to, unsigned lanes) {
     RingRow part{pipeline.stages(), format};
@@ -102,14 +102,13 @@ public:
       pipeline.begin_fill(from.row + first * Stage::kBits / 8, part.elements_ * Stage::kBits / 8, kCodesOffset,
                           kPieceStages * Stage::kCodesBytes);
       const std::byte* const scales = from.scales + first / Stage::kBlock * scale_bytes_of(format);
-      typename Stage::Quantised next;
-      part.load_scales(0, scales, next);
+      typename Stage::Scales next = part.load_scales(0, scales);
 #pragma unroll 1
       for (int stage = 0; stage < part.stages(); ++stage) {
-        typename Stage::Quantised quantised = next;
-        part.load_scales(stage + 1, scales, next); // is in flight meanwhile
+        const typename Stage::Scales of_stage = next;
+        next = part.load_scales(stage + 1, scales); // is in flight meanwhile
         wait_for_stage(pipeline, stage);
-        part.dequantise_stage(stage, kCodesOffset, quantised);
+        part.dequantise_stage(stage, kCodesOffset, of_stage);
       }
       pipeline.begin_store_to_destinations(0, part.bytes(), lanes, own + first * kElementBytes);
     }
@@ -149,7 +148,7 @@ private:
 #pragma unroll
     for (int i = 0; i < Stage::kVectors; ++i)
       vectors[i].load(ring_ + Stage::vector_of(stage, i) * Vector::kBytes);
-    __syncwarp(); // all lanes have read the stage, where codes are stored next; and no load waits for the one before
+    __syncwarp(); // all lanes have read the stage, where codes are stored next
   }
   // Computes e of a row of NV, whose first part has been begun. A row of one part is in the ring afterwards. Returns false where
   // an element is not finite.
@@ -168,7 +167,7 @@ private:
         part.load(stage, vectors);
 #pragma unroll
         for (int i = 0; i < Stage::kBlocksOfLane; ++i)
-          largest = Vector::max_of(largest, Stage::amax_of_vectors(vectors, i));
+          largest = Vector::max_of(largest, Stage::amax_in_block(vectors, i));
       }
     }
     encode_scale = formats::nv_encode_scale(Vector::value_of(__reduce_max_sync(~0u, Vector::largest_of(largest))));
@@ -192,7 +191,7 @@ private:
     for (int i = 0; i < Stage::kBlocksOfLane; ++i) {
       const int block = Stage::block_of(stage, i);
       if (Stage::is_first_of_block())
-        store_scale(ring_ + block * scale_bytes, scale_bytes, has_block(block) ? quantised.stored[i] : 0);
+        store_scale(ring_ + block * scale_bytes, scale_bytes, has_block(block) ? quantised.scales.stored[i] : 0);
     }
   }
 
@@ -218,16 +217,19 @@ private:
     });
   }
 
-  // The codes of a stage in staging, and their scales, which are loaded first.
-  __device__ void load_scales(int stage, const std::byte* scales, typename Stage::Quantised& quantised) const {
+  __device__ typename Stage::Scales load_scales(int stage, const std::byte* scales) const {
+    typename Stage::Scales loaded;
     const int scale_bytes = scale_bytes_of(format_);
 #pragma unroll
     for (int i = 0; i < Stage::kBlocksOfLane; ++i) {
       const int block = Stage::block_of(stage, i);
-      quantised.stored[i] = has_block(block) ? load_scale(scales + block * scale_bytes, scale_bytes) : 0;
+      loaded.stored[i] = has_block(block) ? load_scale(scales + block * scale_bytes, scale_bytes) : 0;
     }
+    return loaded;
   }
-  __device__ void dequantise_stage(int stage, int codes_offset, typename Stage::Quantised& quantised) const {
+  __device__ void dequantise_stage(int stage, int codes_offset, const typename Stage::Scales& scales) const {
+    typename Stage::Quantised quantised;
+    quantised.scales = scales;
 #pragma unroll
     for (int i = 0; i < Stage::kVectors; ++i)
       quantised.codes[i] = Stage::load_codes(ring_ + codes_offset + Stage::vector_of(stage, i) * Stage::kCodesOfVector);

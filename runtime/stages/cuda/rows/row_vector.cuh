@@ -13,7 +13,7 @@ namespace epx::cuda {
 
 // Returns a word of which byte i is one of the eight bytes of a and b, counted from the low end of a: nibble i of the selector says
 // which.
-__device__ inline uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t selector) {
+__device__ inline uint32_t select_bytes(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDA_ARCH__)
   return __byte_perm(a, b, selector);
 #else
@@ -59,9 +59,9 @@ struct RowVector {
     constexpr uint32_t kSigns = 0x88888888u;
     if constexpr (kHasHalves) {
       // In the bytes of the upper halves of elements, bit 7 is the sign.
-      const uint32_t low = bytes_of(words[0], words[1], 0x7351), high = bytes_of(words[2], words[3], 0x7351);
-      const uint32_t even = bytes_of(low, high, 0x5410),
-                     odd = bytes_of(low, high, 0x7632); // elements 0, 2, 4, 6; 1, 3, 5, 7
+      const uint32_t low = select_bytes(words[0], words[1], 0x7351), high = select_bytes(words[2], words[3], 0x7351);
+      const uint32_t even = select_bytes(low, high, 0x5410),
+                     odd = select_bytes(low, high, 0x7632); // elements 0, 2, 4, 6; 1, 3, 5, 7
       return ((even >> 4 & 0x0f0f0f0fu) | (odd & 0xf0f0f0f0u)) & kSigns;
     } else {
       uint32_t signs = 0;
