@@ -205,7 +205,7 @@ private:
       if (bytes < kWordBytes) word &= bytes > 0 ? (1u << (8 * bytes)) - 1 : 0;
       const int64_t offset = layout.place_offset(scales_before(part) + (byte >> shift));
       const bool is_word = bytes <= 0 || bytes == kWordBytes || layout.has_fill();
-      const bool is_aligned = reinterpret_cast<uint64_t>(place) % kWordBytes == 0; // which an offset of bytes in a row is
+      const bool is_aligned = reinterpret_cast<uint64_t>(place) % kWordBytes == 0; // so are offsets of words in a row
       const bool by_words =
           shift != 0 || (layout.layout != EPX_SCALES_COLUMNS && __all_sync(~0u, is_word && is_aligned ? 1 : 0) != 0);
 #pragma unroll 1

@@ -17,7 +17,7 @@
 
 namespace epx::cuda {
 
-// A row that a QuantisedStage is of.
+// A row that is cut into stages, each a QuantisedStage.
 template <typename Stage>
 class RingRow {
   using Vector = typename Stage::Vector;
